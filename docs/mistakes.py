@@ -33,7 +33,7 @@ is wanted: `transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0))`. |
 | `jmp.UnusedRuleWarning` | A rule matched nothing. Compare its spelling with the paths in the \
 message, or with those that `print(diagnostics.precision_report(loss_fn, policy)(*args))` shows; \
 put special rules before general ones: the first that matches counts. Haiku's `~` may be left out. |
-| "... by `hk.mixed_precision.set_policy` too" | Modules have a policy from Haiku in addition to \
+| "... of `hk.mixed_precision.set_policy` too" | Modules have a policy from Haiku in addition to \
 that of `autocast`. Remove the lines of `set_policy`, or call \
 `hk.mixed_precision.clear_policy(hk.Linear)` before. |
 | `jmp.NoHalfProductWarning` | No product is half. The message counts the reasons: remove \

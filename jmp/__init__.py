@@ -4,8 +4,8 @@ The idea in four words: *policy* (which dtype where), *loss scale* (so that smal
 become zero in float16), *transforms* (optax: unscale, check, skip, float32 masters), *adapters* (so
 that an unmodified model of Flax, Equinox or Haiku computes in half and its norms in float32).
 
-`import jmp` loads this page's names, with jax and numpy alone, and touches no device. The rest is
-loaded when it is touched, so that each part needs its own framework alone:
+`import jmp` loads the names below, imports only jax and numpy, and touches no device. Everything
+else is loaded at its first use, so that each part needs only its own framework:
   - `jmp.transforms` (needs optax);
   - `jmp.adapters.linen` and `jmp.adapters.nnx` (need flax), `jmp.adapters.equinox`,
     `jmp.adapters.haiku`;

@@ -1,7 +1,7 @@
 """`python -m jmp`: what is installed, which half type the devices have, and whether jmp works here.
 
-Prints versions, the settings of JAX that change results, devices and the policy to start with.
-Then it checks that one distribution alone installs `jmp`, and against NumPy that mixed precision
+Prints versions, the settings of JAX that change results, devices and the policy to start with. Then
+it checks that only one distribution installs `jmp`, and compares with NumPy whether mixed precision
 works on this machine. The exit status is 1 if a check fails. Paste the whole output into a bug
 report.
 """
@@ -28,7 +28,7 @@ from jmp.diagnostics._tables import table
 SIZE = 64  # of matrices: much smaller ones are no matrix products to XLA on a GPU
 
 PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "optax", "flax", "equinox", "dm-haiku")
-# What changes numbers, or errors. Paths and other variables of the environment are not printed.
+# Settings that change numbers or errors. No path and no other environment variable is printed.
 CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -52,8 +52,8 @@ def installed(name: str) -> str:
 def versions() -> list[tuple[str, str]]:
     """Returns names and versions of Python, of jmp and of what it stands on.
 
-    Where the package index' `jmp` was installed over this one, or this one is imported from a
-    folder, the version that is installed is another one; it is named too.
+    The installed version differs if the package index' `jmp` was installed over this one, or if
+    this one is imported from a folder. Then both are named.
     """
     own = jmp.__version__
     if installed("jmp") != own:
@@ -63,7 +63,7 @@ def versions() -> list[tuple[str, str]]:
 
 
 def settings() -> list[tuple[str, str]]:
-    """Returns the operating system, and what of JAX's configuration changes results."""
+    """Returns the operating system, and the settings of JAX that change results."""
     found = [("platform", f"{platform.platform()}, {os.cpu_count()} cores")]
     found += [(name, str(getattr(jax.config, name, "unknown"))) for name in CONFIG]
     return found + [(name, os.environ.get(name) or "not set") for name in VARIABLES]
@@ -123,7 +123,8 @@ def check_overflow() -> str:
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    # The derivative by the product's result is the scale itself: 2^16 is infinite in float16.
+    # The derivative with respect to the product's result is the scale itself: 2^16 is infinite in
+    # float16.
     x = jnp.full((SIZE, SIZE), 2.0**-8, jnp.float32)
     kept, skipped = step(params, state, x)
     assert kept == params, f"a skipped step moved the parameter from {params} to {kept}"

@@ -1,7 +1,8 @@
-"""Calls as functions of the arrays among their arguments, and derivatives at some of these.
+"""Calls as functions of their array arguments, and derivatives with respect to some of these.
 
-What is no array (`train=True`, a string, a callable) may decide what is traced. So it is not given
-to JAX: it is put aside (`take_arrays`), and reaches the function as it is (`ArrayCall`).
+Arguments that are no arrays (`train=True`, a string, a callable) may decide what is traced. So they
+are not given to JAX: `take_arrays` puts them aside, and `ArrayCall` passes them to the function as
+they are.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,29 +17,29 @@ from jmp.trees import PyTree, holds_numbers, path_string, stands_for_numbers
 
 
 class Untrained(str):
-    """A name in a key path, of arrays that no derivative is asked for, such as running means."""
+    """A name in a key path of an array that is not differentiated, such as a running mean."""
 
     __slots__ = ()
 
 
 class StaticPart(NamedTuple):
-    """What is left of a tree whose arrays were taken out.
+    """The rest of a tree whose arrays were taken out.
 
     Attributes:
-      structure: of the tree.
-      leaves: the others; None, which is no leaf, stands where an array was.
+      structure: the structure of the tree.
+      leaves: the other leaves, with None, which is no leaf, in place of each array.
     """
 
     structure: Any
     leaves: tuple[Any, ...]
 
     def leaves_with(self, arrays: Iterable[Any]) -> list[Any]:
-        """Returns the leaves with arrays in the places of those that were taken out."""
+        """Returns the leaves, with these arrays in place of the ones that were taken out."""
         following = iter(arrays)
         return [next(following) if leaf is None else leaf for leaf in self.leaves]
 
     def filled(self, arrays: Iterable[Any]) -> PyTree:
-        """Returns the tree with arrays in the places of those that were taken out."""
+        """Returns the tree, with these arrays in place of the ones that were taken out."""
         return jax.tree.unflatten(self.structure, self.leaves_with(arrays))
 
 
@@ -61,10 +62,10 @@ def take_arrays(
 
 
 class ArrayCall:
-    """`fun(*args, **kwargs)` as a function of its arrays alone, in the order of the leaves.
+    """`fun(*args, **kwargs)` as a function of only its arrays, in the order of the leaves.
 
     Attributes:
-      arrays: those of the call; a `jax.ShapeDtypeStruct` is one too.
+      arrays: the arrays of the call; a `jax.ShapeDtypeStruct` counts as one.
       paths: their key paths in `(args, kwargs)`.
     """
 
@@ -93,10 +94,11 @@ class ArrayCall:
     def within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
         """Returns the arrays of some arguments: the position of each in `arrays`, and its path.
 
-        Those of an `Untrained` name are left out.
+        Arrays with an `Untrained` name are left out.
 
         Args:
-          argnums: as in `jax.grad`. Of several the argument's number comes first in the path.
+          argnums: as in `jax.grad`. With several numbers, each path starts with the number of its
+            argument.
           caller: as for `argument_numbers`.
         """
         numbers = argument_numbers(argnums, self._count, caller)
@@ -133,8 +135,8 @@ def argument_numbers(
 
     Args:
       argnums: as in `jax.grad`.
-      count: of the positional arguments.
-      caller, name: the function that `argnums` was given to, and as what, for the error.
+      count: the number of positional arguments.
+      caller, name: for the error, the function that was called and the parameter's name there.
 
     Raises: ValueError, with the name of `caller`, if one is not there; TypeError for no numbers.
     """
@@ -167,9 +169,9 @@ def vjp_at(
     positions: Sequence[int],
     has_aux: bool = False,
 ) -> Any:
-    """Returns `jax.vjp` of a function of arrays, with respect to those at `positions`."""
+    """Returns `jax.vjp` of a function of arrays, with respect to the arrays at `positions`."""
 
-    vjp: Any = jax.vjp  # it has types for each value of `has_aux` by itself
+    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
 
     def of_some(*some: Any) -> Any:
         return function(*replaced(arrays, positions, some))

@@ -21,7 +21,7 @@ CALLS = frozenset({
     "shard_map", "closed_call", "core_call",
 })  # fmt: skip
 JITS = ("jit", "pjit")
-# What runs on a device as it was written, products too.
+# Kernels that run as they were written, with their products.
 OPAQUE = ("pallas_call",)
 PSUMS = ("psum", "psum2", "psum_invariant")
 REMAT = ("checkpoint", "remat", "remat2")
@@ -36,7 +36,7 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def is_divided(value: Any) -> bool:
-    """Returns whether XLA divides a value among devices by itself, as far as its type says."""
+    """Returns whether XLA itself divides a value among devices, as far as the type says."""
     mesh = value.aval.sharding.mesh
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
     return bool(automatic) and (mesh.size > 1 or bool(mesh.manual_axes))
@@ -144,7 +144,7 @@ def is_plain_jit(equation: core.JaxprEqn) -> bool:
     return not (is_placed or is_laid_out or options)
 
 
-# What an equation holds, read here alone.
+# The parameters of equations, which no other file reads.
 
 
 class Scan(NamedTuple):
@@ -307,7 +307,7 @@ def with_weak_type(value: Any, weak_type: bool) -> Any:
 
 
 def scope_names(stack: Any) -> list[str]:
-    """Returns the names of a name stack, outermost first, without those of transformations.
+    """Returns the names of a name stack, the outermost first, without transformations.
 
     JAX repeats the names of a remat in its transpose, behind a second "jvp": they count once.
     """
@@ -322,7 +322,7 @@ def scope_names(stack: Any) -> list[str]:
 
 
 def is_backward(stack: Any) -> bool:
-    """Returns whether a name stack stands in a backward pass; what remat recomputes there does not.
+    """Returns whether a name stack is of a backward pass, and not of what remat recomputes there.
 
     JAX marks what it transposes, and within that what it computes again.
     """
@@ -372,7 +372,7 @@ def place_of(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
     with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
         try:
             yield
-        except FloatingPointError as error:  # of `jax_debug_nans`, which shows our lines alone
+        except FloatingPointError as error:  # of `jax_debug_nans`, which shows only our lines
             if not any(note.startswith("jmp.") for note in getattr(error, "__notes__", ())):
                 line = source_info_util.summarize(equation.source_info)
                 error.add_note(f"jmp.autocast computed {equation.primitive.name}, of {line}")

@@ -1,4 +1,4 @@
-"""Parts of a package that are loaded when they are touched, not when the package is (PEP 562)."""
+"""Parts of a package that are loaded at their first use, not with the package (PEP 562)."""
 
 import importlib
 import importlib.util
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-# Of jmp; each installs the package that is imported by its name.
+# The extras of jmp; each installs the package of its name.
 EXTRAS = frozenset({"flax", "equinox", "haiku"})
 
 
@@ -19,9 +19,9 @@ def loaded_when_touched(
       package: its name, such as "jmp.adapters".
       parts: its modules by name, each with the package beside jax that it needs, or "".
 
-    The `__getattr__` raises ModuleNotFoundError, with the extra to install, where a part needs what
-    is not installed, and AttributeError for a name that is no part. The `__dir__` lists the parts
-    that can be loaded: `help` and completion touch all that is listed.
+    The `__getattr__` raises ModuleNotFoundError, which names the extra to install, if a part needs
+    a package that is not installed, and AttributeError for a name that is no part. The `__dir__`
+    lists the parts that can be loaded: `help` and completion touch all that is listed.
     """
 
     def load(name: str) -> ModuleType:

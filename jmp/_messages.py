@@ -3,13 +3,13 @@
 In this order:
   - errors: `wrong` for a value that is not as expected; `check_function` and `refuse_other_models`
     raise the two that many functions share;
-  - values in a few words: `described`, and what it does for names, arrays and trees. What a user
-    gave may be a whole optimizer state or ten megabytes of text: a text says what it is, never all
+  - values in a few words: `described`, and what it does for names, arrays and trees. A user's value
+    may be a whole optimizer state or ten megabytes of text: a message says what it is, never all
     that is in it;
   - names that are near: `did_you_mean`;
   - models of frameworks: which one (`framework_of`), and which call takes it (`way_out`,
-    `way_to_parameters`). They are told by their classes' names: where there is a model its
-    framework was imported already, so that nothing is imported here;
+    `way_to_parameters`). They are recognised by the names of their classes: whoever has a model has
+    imported its framework, so that nothing is imported here;
   - the line that a warning names: `users_stacklevel`;
   - the warning about DeepMind's files among ours: `warn_of_mixed_files`.
 """
@@ -59,7 +59,7 @@ def wrong(
       caller: the public function or class that was given the value.
       value: what it was given.
       expected: what it takes, and the way out; without the full stop at the end.
-      name: the argument's name, where the caller alone does not say it.
+      name: the argument's name, if the caller's name does not say it.
       more: sentences that follow, as `way_out` returns them: with a space in front.
 
     >>> wrong(ValueError, "clip_by_global_norm", -1, "a number above zero", name="max_norm")
@@ -101,7 +101,7 @@ _LENGTH = 240  # of a whole description
 def described(value: object) -> str:
     """Returns a short text that says what a value is: its kind, dtype, shape or structure.
 
-    No array is printed, scalars alone excepted; texts and containers are cut, with their sizes.
+    Arrays are not printed, except scalars; texts and containers are cut, with their sizes.
 
     >>> described({"w": jnp.ones((2, 3)), "steps": [1] * 100})
     "{'w': float32[2,3], 'steps': [1, 1, 1, 1 and 96 more]}"
@@ -157,7 +157,7 @@ def where_trees_differ(first: Any, second: Any) -> str:
     """Returns a short text of how the structures of two trees differ.
 
     >>> where_trees_differ({"a": 1}, {"a": 1, "b": 2})
-    "the second alone has ['b']"
+    "only the second has ['b']"
     """
     paths = [
         {keystr(path) or "the root": None for path, _ in tree_leaves_with_path(tree)}
@@ -165,9 +165,9 @@ def where_trees_differ(first: Any, second: Any) -> str:
     ]
     words = []
     for which, here, there in (("first", *paths), ("second", *reversed(paths))):
-        alone = [path for path in here if path not in there]
-        if alone:
-            words.append(f"the {which} alone has {first_few(map(_cut, alone), len(alone), most=3)}")
+        only = [path for path in here if path not in there]
+        if only:
+            words.append(f"only the {which} has {first_few(map(_cut, only), len(only), most=3)}")
     same_paths = f"same paths, other containers: {described(first)} and {described(second)}"
     return "; ".join(words) or same_paths
 
@@ -231,7 +231,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
-# What other libraries call these, as `_spelt_out` writes it, in the order in which hints name them.
+# Names in other libraries, as `_spelt_out` writes them, in the order in which hints name them.
 _ALIASES = {
     "mixed_float16": "float16 mixed mixedhalf mixedprecision amp auto",
     "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4",
@@ -248,7 +248,7 @@ _ALIASES = {
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the known names that are nearest; "" where none is near.
+    """Returns " Did you mean ...?" with the known names that are nearest; "" if no name is near.
 
     >>> did_you_mean("fp16", ["float16", "bfloat16"])
     " Did you mean 'float16'?"
@@ -279,7 +279,7 @@ def _spelt_out(plain: str) -> str:
     return re.sub(r"(^|mixed)(b?)(?:fp?)?(?=\d)", r"\1\2float", plain)
 
 
-# The classes of models, by module and name, and what runs such a model in mixed precision.
+# The classes of models, by module and name, and the call that runs such a model in half.
 _MODELS = {
     ("flax.linen", "Module"): "jmp.adapters.linen.autocast(model.apply, policy)",
     ("flax.nnx", "Module"): "jmp.adapters.nnx.autocast(model, policy)",
@@ -292,7 +292,7 @@ _MODELS = {
 }
 
 
-# What an optimizer takes of such a model.
+# The part of such a model that an optimizer takes.
 _PARAMETERS = {
     "flax.linen": "variables['params'], where variables = model.init(key, x)",
     "flax.nnx": "nnx.state(model, nnx.Param), as nnx.Optimizer(model, tx, wrt=nnx.Param) does",
@@ -330,7 +330,7 @@ def way_to_parameters(tree: Any) -> str:
     models = jax.tree.leaves(tree, is_leaf=lambda node: framework_of(node) in _PARAMETERS)
     for framework in filter(None, map(framework_of, models)):
         if framework in _PARAMETERS:
-            return f" Of a model of {framework} it is {_PARAMETERS[framework]}."
+            return f" For a model of {framework} it is {_PARAMETERS[framework]}."
     return ""
 
 
@@ -363,7 +363,7 @@ def users_stacklevel() -> int:
 
 
 def warn_of_mixed_files(folder: str) -> None:
-    """Warns if files of DeepMind's `jmp` lie in `folder`, that of this package.
+    """Warns if files of DeepMind's `jmp` are in `folder`, the folder of this package.
 
     Looks for one file, because every import of the package comes here.
     """

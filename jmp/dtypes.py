@@ -25,24 +25,16 @@ _HALF = frozenset(dtype.type for dtype in HALF_DTYPES)
 _CASTABLE = frozenset({*_HALF, np.float32, np.float64})
 
 
-def _short_and_long_names() -> dict[type, tuple[str, ...]]:
-    names: dict[type, tuple[str, ...]] = {
-        np.dtype(jnp.bfloat16).type: ("bf16", "bfloat16"),
-        np.float16: ("f16", "float16"),
-        np.float32: ("full", "f32", "float32"),
-        np.float64: ("f64", "float64"),
-    }
-    for long_name in sorted(dir(jnp)):
-        if long_name.startswith("float8_"):
-            names[np.dtype(getattr(jnp, long_name)).type] = (
-                long_name.replace("float", "f", 1),
-                long_name,
-            )
-    return names
-
-
-# Keyed by scalar type, the one form under which `np.float16` and `jnp.float16` hash alike.
-dtype_to_names = _short_and_long_names()
+# The short and long names of each dtype. The keys are scalar types, the one form in which
+# `np.float16` and `jnp.float16` hash alike.
+dtype_to_names: dict[type, tuple[str, ...]] = {
+    np.dtype(jnp.bfloat16).type: ("bf16", "bfloat16"),
+    np.float16: ("f16", "float16"),
+    np.float32: ("full", "f32", "float32"),
+    np.float64: ("f64", "float64"),
+}
+for _name in sorted(name for name in dir(jnp) if name.startswith("float8_")):
+    dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f", 1), _name)
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
 
 
@@ -70,8 +62,8 @@ def scalar_type(dtype: DTypeLike) -> ScalarType:
 def half_dtype() -> ScalarType:
     """Returns the half-precision type of the default device: bfloat16 on a TPU, else float16.
 
-    A GPU since Ampere computes in bfloat16 as fast as in float16; ask for "bfloat16" by name there
-    if range matters more than precision.
+    A GPU since Ampere computes in bfloat16 as fast as in float16; there name "bfloat16" if range
+    matters more than precision.
 
     Returns: `jnp.float16` or `jnp.bfloat16`, which make an array when called.
 
@@ -124,7 +116,7 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     if isinstance(dtype, str):
         return parse_dtype(dtype)
     expected = f"a real floating dtype or its name, one of {', '.join(_name_to_dtype)}"
-    # np.dtype(None) would be float64, and that of an array the array's.
+    # np.dtype(None) would be float64, and np.dtype(array) the dtype of the array.
     if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
         raise wrong(TypeError, role, dtype, expected)
     try:

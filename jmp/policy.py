@@ -1,13 +1,14 @@
 """`Policy`: which dtype parameters are stored in, computed in and returned in.
 
-A policy is a frozen, hashable triple, with the dtypes of reductions between devices, of products
-and of their results beside it where a user chose them. It says nothing of single layers: that is
-what `jmp.rules` adds. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and
+A policy is a frozen, hashable triple, and, if a user chose them, the dtypes of reductions between
+devices, of products and of their results. It says nothing of single layers: `jmp.rules` adds
+exceptions. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32")` and
 `str(policy)`.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -29,24 +30,18 @@ from jmp.trees import cast_floating
 
 T = TypeVar("T")
 
-_FIELDS = {
-    "p": "param_dtype",
-    "params": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "r": "reduce_dtype",
-    "reduce": "reduce_dtype",
-    "m": "product_dtype",
-    "product": "product_dtype",
-    "y": "result_dtype",
-    "result": "result_dtype",
+# How each field is called in text: the letter that `str` writes, and a word.
+_KEYS = {
+    "param_dtype": ("p", "params"),
+    "compute_dtype": ("c", "compute"),
+    "output_dtype": ("o", "output"),
+    "reduce_dtype": ("r", "reduce"),
+    "product_dtype": ("m", "product"),
+    "result_dtype": ("y", "result"),
 }
+_FIELDS = {key: field for field, keys in _KEYS.items() for key in keys}
 
-_LETTERS = {field: key for key, field in _FIELDS.items() if len(key) == 1}
-
-# Each value is read by `get_policy` again. Apex's opt levels and the names Keras made customary.
+# Names that Keras made customary, and Apex's opt levels, as text for `get_policy`.
 _NAMED = {
     "mixed_float16": "p=f32,c=f16,o=f32",
     "mixed_bfloat16": "p=f32,c=bf16,o=f32",
@@ -122,12 +117,12 @@ class Policy:
             "param_dtype": param_dtype,
             "compute_dtype": compute_dtype,
             "output_dtype": output_dtype,
+            "reduce_dtype": reduce_dtype,
+            "product_dtype": product_dtype,
+            "result_dtype": result_dtype,
         }
         for name, dtype in given.items():
-            object.__setattr__(self, name, scalar_type(floating_dtype(dtype, name)))
-        object.__setattr__(self, "reduce_dtype", _reduce_dtype(reduce_dtype))
-        object.__setattr__(self, "product_dtype", _product_dtype(product_dtype))
-        object.__setattr__(self, "result_dtype", _result_dtype(result_dtype))
+            object.__setattr__(self, name, _checked_dtype(dtype, name))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating leaves of `tree`, any pytree, to `param_dtype`; shapes stay."""
@@ -161,7 +156,7 @@ class Policy:
         given = _given_dtypes(self)
         names = {field: dtype_to_names[np.dtype(dtype).type][0] for field, dtype in given.items()}
         names |= {"product_dtype": "f8"} if self.product_dtype is not None else {}
-        return ",".join(f"{_LETTERS[field]}={name}" for field, name in names.items())
+        return ",".join(f"{_KEYS[field][0]}={name}" for field, name in names.items())
 
     def __repr__(self) -> str:
         """Returns the call that makes an equal policy."""
@@ -175,48 +170,45 @@ def _given_dtypes(policy: Policy) -> dict[str, ScalarType]:
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
-def _reduce_dtype(dtype: DTypeLike | None) -> ScalarType | None:
+# Fields that may be None: which dtypes they take, and what the error says of any other.
+_OPTIONAL: dict[str, tuple[Callable[[np.dtype], bool], str]] = {
+    "reduce_dtype": (
+        is_castable,
+        ", in which nothing can be added up; expected float32, bfloat16, float16 or float64, or "
+        "None, which leaves the choice to XLA.",
+    ),
+    "product_dtype": (
+        lambda dtype: dtype == np.dtype(_FLOAT8),
+        "; expected 'f8' (float8_e4m3fn), or None, which leaves products in the compute dtype.",
+    ),
+    "result_dtype": (
+        lambda dtype: dtype == FLOAT32,
+        "; expected 'f32' (float32), in which half products are added up, or None, which rounds "
+        "them to the compute dtype.",
+    ),
+}
+
+
+def _checked_dtype(dtype: Any, name: str) -> ScalarType | None:
+    """Returns the scalar type of a field; raises TypeError or ValueError for a wrong one."""
+    if name not in _OPTIONAL:
+        return scalar_type(floating_dtype(dtype, name))
     if dtype is None:
         return None
-    normalised = floating_dtype(dtype, "reduce_dtype")
-    if not is_castable(normalised):
-        raise ValueError(
-            f"reduce_dtype got {normalised}, in which nothing can be added up; expected float32, "
-            "bfloat16, float16 or float64, or None, which leaves the choice to XLA."
-        )
-    return scalar_type(normalised)
-
-
-def _product_dtype(dtype: DTypeLike | None) -> ScalarType | None:
-    if dtype is None:
-        return None
-    is_name = isinstance(dtype, str) and dtype in ("f8", "float8")
-    normalised = np.dtype(_FLOAT8) if is_name else floating_dtype(dtype, "product_dtype")
-    if normalised != np.dtype(_FLOAT8):
-        raise ValueError(
-            f"product_dtype got {normalised}; expected 'f8' (float8_e4m3fn), or None, which leaves "
-            "products in the compute dtype."
-        )
-    return _FLOAT8
-
-
-def _result_dtype(dtype: DTypeLike | None) -> ScalarType | None:
-    if dtype is None:
-        return None
-    normalised = floating_dtype(dtype, "result_dtype")
-    if normalised != FLOAT32:
-        raise ValueError(
-            f"result_dtype got {normalised}; expected 'f32' (float32), in which half products are "
-            "added up, or None, which rounds them to the compute dtype."
-        )
+    if name == "product_dtype" and isinstance(dtype, str) and dtype in ("f8", "float8"):
+        return _FLOAT8
+    normalised = floating_dtype(dtype, name)
+    is_allowed, complaint = _OPTIONAL[name]
+    if not is_allowed(normalised):
+        raise ValueError(f"{name} got {normalised}{complaint}")
     return scalar_type(normalised)
 
 
 def refuse_float8(policy: Policy, caller: str) -> None:
     """Raises ValueError if a dtype of `policy` is a float8, which `caller` does not support yet.
 
-    Its numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000. Those of
-    products have them (`product_dtype`).
+    Float8 numbers need scales of their own: a plain cast to float8_e4m3fn makes NaN of 1000.
+    Autocast gives such scales to products (`product_dtype`).
     """
     for name, dtype in _given_dtypes(policy).items():
         if np.dtype(dtype).itemsize == 1 and name != "product_dtype":
@@ -228,42 +220,35 @@ def refuse_float8(policy: Policy, caller: str) -> None:
             )
 
 
-def refuse_reduce_dtype(policy: Policy, caller: str) -> None:
-    """Raises ValueError if `policy` has a `reduce_dtype` other than float32.
+def check_for_autocast(policy: Policy) -> None:
+    """Raises ValueError for a policy whose dtypes autocast does not support.
 
-    `caller` sees operations and no devices. It can give a weight's gradient in float32, so that
-    what is added up behind it is float32; it cannot make XLA add up in a half dtype.
+    It sees operations and no devices: it can give the gradient of a weight in float32, so that the
+    sums over devices behind it are float32, but cannot make XLA add up in a half dtype. The scales
+    of float8 products are as small as gradients: float16 would flush them to zero.
     """
+    refuse_float8(policy, "autocast")
+    got = f"autocast got the policy '{policy}'"
     reduce_dtype = policy.reduce_dtype
     if reduce_dtype is not None and np.dtype(reduce_dtype) != np.float32:
         name = reduce_dtype.__name__
         raise ValueError(
-            f"{caller} got the policy '{policy}', whose reduce_dtype is {name}; expected float32, "
-            "or None, which leaves the choice to XLA (under jit the compute dtype). In shard_map "
-            f"and along explicit axes jmp.gather_params(..., reduce_dtype='{name}') adds up in it."
+            f"{got}, whose reduce_dtype is {name}; expected float32, or None, which leaves the "
+            "choice to XLA (under jit the compute dtype). In shard_map and along explicit axes "
+            f"jmp.gather_params(..., reduce_dtype='{name}') adds up in it."
         )
-
-
-def refuse_product_dtype(policy: Policy, caller: str) -> None:
-    """Raises ValueError if `policy` multiplies in float8 and does not compute in bfloat16.
-
-    Scales are the size of gradients: float16 would flush them to zero.
-    """
-    if policy.product_dtype is not None and policy.compute_dtype != jnp.bfloat16:
+    if policy.product_dtype is None:
+        return
+    if policy.compute_dtype != jnp.bfloat16:
         raise ValueError(
-            f"{caller} got the policy '{policy}': float8 products with the compute dtype "
-            f"{policy.compute_dtype.__name__}; expected bfloat16, which holds their scales: "
-            "'mixed_float8'."
+            f"{got}: float8 products with the compute dtype {policy.compute_dtype.__name__}; "
+            "expected bfloat16, which holds their scales: 'mixed_float8'."
         )
-
-
-def refuse_result_dtype(policy: Policy, caller: str) -> None:
-    """Raises ValueError if `policy` asks for float32 results of float8 products: not yet."""
-    if policy.result_dtype is not None and policy.product_dtype is not None:
+    if policy.result_dtype is not None:
         raise ValueError(
-            f"{caller} got the policy '{policy}': float32 results of float8 products are not "
-            "supported yet. Expected one of the two; a rule gives a part of the model the other, "
-            "such as rules=[('head', 'mixed_bfloat16,result=f32')]."
+            f"{got}: float32 results of float8 products are not supported yet. Expected one of the "
+            "two; a rule gives a part of the model the other, such as "
+            "rules=[('head', 'mixed_bfloat16,result=f32')]."
         )
 
 
@@ -334,8 +319,8 @@ def _dtypes_called(name: str) -> dict[str, Any]:
     return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), dtype)
 
 
-# The attribute of a function, or of a class of modules, that computes by a policy, and of the
-# update of an optimizer that was made for one.
+# This attribute marks functions and classes of modules that compute with a policy, and the update
+# of an optimizer that was made for one.
 LOWERED_TO = "__jmp_lowered_to__"
 
 

@@ -2,8 +2,8 @@
 
 A rule is a pair `(target, policy)`. Its target is one of
   - a glob, which is compared with the path from any of its names on: `"head"` and `"*/head"` find
-    "head" and "net/head" (`*` also crosses slashes); with a slash in front, as in `"/head"`, from
-    the first name alone,
+    "head" and "net/head" (`*` also crosses slashes); with a slash in front, as in `"/head"`, only
+    from the first name,
   - a compiled regular expression that must match the whole path; in rules of `jmp.autocast` the
     path from any of its names on,
   - a module class, or a tuple of them (subclasses count); not in rules of `jmp.autocast`.
@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._messages import PrecisionWarning, described, listed, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, described, first_few, listed, users_stacklevel, wrong
 from jmp.policy import Policy, get_policy, refuse_float8
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -55,9 +55,9 @@ class PolicyRules:
 
     Args:
       rules: `(target, policy)` pairs, the strongest first. Policies may be text.
-      default: the policy where no rule matches.
-      fallback: asked with `(path, module_types)` where none of `rules` matches, before the default:
-        an adapter's own rule that norms are float32. Returns None where it does not apply.
+      default: the policy if no rule matches.
+      fallback: an adapter's own rule that norms are float32. It is called as `fallback(path,
+        module_types)` if no rule matches, and returns None to leave the default.
 
     Raises:
       TypeError: a rule is not a pair, or its target is of no known kind.
@@ -98,11 +98,11 @@ class PolicyRules:
 
         Args:
           path: names joined by slashes; "" is the root.
-          module_types: the classes of the module at `path` and of those around it, innermost
-            first, where known.
-          root: what the root is called, where it has a name: a target may begin with it.
-          anywhere: a regular expression may match from any name of the path on, as a glob does:
-            where the outer names are not the user's.
+          module_types: the classes of the module at `path` and of the modules around it, innermost
+            first, if they are known.
+          root: the name of the root, if it has one: a target may begin with it.
+          anywhere: whether a regular expression may match from any name of the path on, as a glob
+            does, because the outer names are not the user's.
         """
         if len(self._asked) < _MOST_PATHS:
             self._asked[path] = None
@@ -120,17 +120,16 @@ class PolicyRules:
         return [_target_text(self._rules[index][0]) for index in self._unused]
 
     def refuse_float8(self, caller: str) -> None:
-        """Raises ValueError if the default or a rule has a float8, not supported by `caller`."""
+        """Raises ValueError, with the name of `caller`, if the default or a rule has a float8."""
         for policy in (self.default, *(policy for _, policy in self._rules)):
             refuse_float8(policy, caller)
 
     def warn_unused(self) -> None:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""
         if self.unused:
-            more = " and more" if len(self.unused) > 8 else ""
             warnings.warn(
                 "These rules matched no parameter and no module: "
-                f"{', '.join(self.unused[:8])}{more}. Check their "
+                f"{first_few(self.unused, len(self.unused), most=8)}. Check their "
                 f"spelling{self._paths_asked()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),

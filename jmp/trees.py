@@ -89,7 +89,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 def cast_to_full(tree: T) -> T:
     """Casts the floating leaves of `tree` to float32, float64 included.
 
-    As `cast_floating(tree, "float32")`: structure and shapes stay, other leaves pass unchanged.
+    It is `cast_floating(tree, "float32")`: structure and shapes stay, other leaves pass unchanged.
 
     >>> cast_to_full(jnp.ones(2, jnp.float16)).dtype
     dtype('float32')
@@ -100,7 +100,8 @@ def cast_to_full(tree: T) -> T:
 def cast_to_half(tree: T) -> T:
     """Casts the floating leaves of `tree` to `half_dtype()`: bfloat16 on a TPU, else float16.
 
-    As `cast_floating(tree, half_dtype())`: structure and shapes stay, other leaves pass unchanged.
+    It is `cast_floating(tree, half_dtype())`: structure and shapes stay, other leaves pass
+    unchanged.
 
     >>> cast_to_half({"w": jnp.ones(2), "step": 3})["step"]
     3
@@ -113,8 +114,8 @@ def all_finite(tree: PyTree) -> jax.Array:
 
     A Python number counts as an array of JAX's default dtype.
 
-    Each element is checked by itself, because a sum of finite values may be infinite: two of 6e4
-    are in float16. A tree without such leaves is finite.
+    Each element is checked, because a sum of finite values may be infinite, as 6e4 + 6e4 is in
+    float16. A tree without such leaves is finite.
 
     Args:
       tree: any pytree. Leaves that hold no numbers (None, strings, callables, keys), integers and
@@ -141,7 +142,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Every array leaf is selected: floats, integers, booleans and PRNG keys alike, and Python numbers
     as arrays, of the other side's dtype or JAX's default one (float32, int32). A select keeps
-    donated buffers in place where `lax.cond` would copy them.
+    donated buffers in place; `lax.cond` would copy them.
 
     Args:
       pred: bool scalar (array, NumPy or Python).
@@ -305,8 +306,8 @@ _exported: set[str] = set()
 def register_for_export(cls: C) -> C:
     """Tells `jax.export` how to write a pytree class; returns the class.
 
-    It writes the class's name and its static parts: numbers, strings and tuples of them. A class of
-    a name that was written before, as where a cell of a notebook runs again, is left out.
+    It writes the class's name and its static parts: numbers, strings and tuples of them. A second
+    class of the same name, as when a cell of a notebook runs again, is left out.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _exported:
@@ -325,7 +326,8 @@ def register_for_export(cls: C) -> C:
 
 
 class LeftOut:
-    """What stands for a function in an exported tree: it equals any, and cannot be called."""
+    """A placeholder for a function in an exported tree: it equals any function, and cannot be
+    called."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -291,8 +291,8 @@ MISTAKES: dict[str, list[Mistake]] = {
         ),
         *_rows(
             ValueError,
-            ("jmp.select_tree(True, {'a': x}, {'b': x})", "the first alone has ['a']"),
-            ("jmp.select_tree(True, many, params)", "and 997 more; the second alone has ['w']"),
+            ("jmp.select_tree(True, {'a': x}, {'b': x})", "only the first has ['a']"),
+            ("jmp.select_tree(True, many, params)", "and 997 more; only the second has ['w']"),
             ("jmp.select_tree(True, (x, x), [x, x])", "same paths, other containers"),
             ("jmp.select_tree(True, x, x[0])", "differ at the root: float32[2,2] and float32[2]"),
             ("jmp.select_tree(True, params, half_params)", "Cast them to one dtype and shape"),
@@ -566,7 +566,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ("tx.init(eqx_mlp)", "eqx.filter(model, eqx.is_inexact_array)"),
             (
                 "transforms.mixed_precision(adam, 'O2').init([eqx_mlp, params])",
-                "Of a model of equinox it is eqx.filter(model, eqx.is_inexact_array)",
+                "For a model of equinox it is eqx.filter(model, eqx.is_inexact_array)",
             ),
             ("tx.init(linen_model)", "it is variables['params']"),
             (
@@ -705,7 +705,7 @@ MISTAKES: dict[str, list[Mistake]] = {
                 "put it inside, with_master_params(optax.flatten(adam))",
             ),
             ("tx.update({'b': x}, opt_state, params)", "Differentiate with respect to the param"),
-            ("tx.update(many, opt_state, params)", "and 997 more; the second alone has ['w']"),
+            ("tx.update(many, opt_state, params)", "and 997 more; only the second has ['w']"),
             (
                 "masters_tx.update(half_params, masters_tx.init(half_params))",
                 "call update(gradients, state, params)",

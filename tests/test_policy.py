@@ -14,7 +14,7 @@ import pytest
 
 import jmp
 from jmp.dtypes import floating_dtype, parse_dtype
-from jmp.policy import refuse_reduce_dtype
+from jmp.policy import check_for_autocast
 from tests import cases
 
 NAMES = (*cases.CASTABLE, *cases.FLOAT8)
@@ -226,14 +226,14 @@ def test_no_result_dtype_but_float32(thing):
 
 def test_who_sees_no_devices_obeys_float32_alone_and_names_the_way_out():
     for text in ("mixed_float16", "mixed_float16,r=f32", "O0,r=f32"):
-        refuse_reduce_dtype(jmp.get_policy(text), "autocast")
+        check_for_autocast(jmp.get_policy(text))
     words = (
         r"autocast got the policy 'p=.*,r=bf16', whose .* is bfloat16; expected float32, or None"
     )
     with pytest.raises(
         ValueError, match=rf"{words}.*jmp\.gather_params\(..., reduce_dtype='bfloat16'\)"
     ):
-        refuse_reduce_dtype(jmp.get_policy("mixed_bfloat16,r=bf16"), "autocast")
+        check_for_autocast(jmp.get_policy("mixed_bfloat16,r=bf16"))
 
 
 # The triple

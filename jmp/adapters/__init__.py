@@ -1,7 +1,7 @@
-"""Adapters make an unmodified model of a framework compute by a policy; one framework a file.
+"""Adapters make an unmodified model of a framework compute with a policy; one framework a file.
 
-Each has an `autocast` for what its framework hands over, which rests on `jmp.autocast`: products
-are half, norms float32, and rules name exceptions.
+Each has an `autocast` for the models of its framework, which calls `jmp.autocast`: products are
+half, norms float32, and rules name exceptions.
 
   - `autocast(model.apply, policy)` (linen): a function of variables. Returns that function.
   - `autocast(model, policy)` (nnx), `autocast(network, policy)` (haiku): a model, or a pair
@@ -9,12 +9,12 @@ are half, norms float32, and rules name exceptions.
   - `autocast(loss_fn, policy)` (nnx, equinox): any function whose arguments are models, such as a
     loss. Returns that function.
 
-The first two cast what a call returns to the policy's output dtype. The third reads the compute
+The first two cast the results of a call to the policy's output dtype. The third reads the compute
 dtype of the policy, and results keep their dtypes.
 
-`linen` and `nnx` need flax, `equinox` and `haiku` theirs. Each is loaded when it is touched, so
-that it needs its own framework alone: after `import jmp`, `jmp.adapters.linen` is there, and
-`from jmp.adapters import linen` works as well.
+`linen` and `nnx` need flax, `equinox` and `haiku` theirs. Each is loaded at its first use, so that
+it needs only its own framework: `jmp.adapters.linen` works after `import jmp`, and so does `from
+jmp.adapters import linen`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Atomic steps: what a training step changes moves together with the parameters, or not at all."""
+"""Atomic steps: all that a training step changes is changed together, or not at all."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
 
 
 def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
-    """Warns where functions or modules compute in float16 and the optimizer scales no loss.
+    """Warns if functions or modules compute in float16 and the optimizer scales no loss.
 
-    A warning, not an error: another library may scale it.
+    It is a warning and no error, because another library may scale the loss.
 
     Warns: `UnscaledLossWarning`.
     """
@@ -48,19 +48,20 @@ def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
 def keep_if_skipped(
     after: T, before: T, state_after: optax.OptState, state_before: optax.OptState
 ) -> tuple[T, optax.OptState]:
-    """Returns what a step leaves behind: `after`, or `before` if the optimizer has skipped it.
+    """Returns the result of a step: `after`, or `before` if the optimizer has skipped it.
 
     Args:
-      after, before: all that the step changes beside the optimizer's state. Parameters too: loss
-        scaling leaves them as they were, but what a chain has behind it may not.
-      state_after, state_before: the optimizer's state. On a skip all of it is as it was but what
-        loss scaling itself counts.
+      after, before: all that the step changes beside the optimizer's state. Parameters are among
+        it: loss scaling leaves them as they were, but later transformations of a chain may change
+        them.
+      state_after, state_before: the optimizer's state. A skip changes nothing in it but the counts
+        of loss scaling itself.
     """
     scaling = find_loss_scaling(state_after)
     if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
         return after, state_after
     flag_of = flag_by_size(scaling.grads_finite)
-    # What loss scaling wraps it has selected already.
+    # Loss scaling has selected the states that it wraps already.
     is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
     kept = jax.tree.map(
         lambda new, old: new if is_scaling(new) else _select(flag_of, new, old),
@@ -82,14 +83,14 @@ _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
 
 @register_for_export
 class TrainStep(NamedTuple):
-    """What `train_step` of Equinox and of Haiku returns.
+    """The result of `train_step` of Equinox and of Haiku.
 
     Attributes:
       model: the next model or parameters.
       opt_state: the next state of the optimizer.
-      loss: of the model before the step; unscaled, at least float32.
+      loss: the loss of the model before the step; unscaled, at least float32.
       state: the next state of the model (running statistics), or None.
-      aux: what the loss function returned beside, or None.
+      aux: the other value that the loss function returned, or None.
 
     >>> step = TrainStep({"w": jnp.ones(2)}, (), jnp.float32(0.5))
     >>> float(step.loss), step.state
@@ -104,7 +105,7 @@ class TrainStep(NamedTuple):
 
 
 def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
-    """Refuses what is no function, and models of another framework or without arrays.
+    """Refuses a loss that is no function, and a model of another framework or without arrays.
 
     Args:
       own: the framework whose models are taken, or "" if parameters are.
@@ -131,7 +132,7 @@ def take_step(
     has_aux: bool,
     extra_args: Mapping[str, Any] | None,
 ) -> TrainStep:
-    """Takes one step on a tree of arrays, or skips it and leaves all as it was but the scale.
+    """Takes one step on a tree of arrays, or skips it and changes nothing but the scale.
 
     Args:
       loss_fn: `(params, *args)` to a scalar; with a state `(params, state, *args)` to
@@ -158,7 +159,7 @@ def take_step(
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    # It leaves out what `tx` does not take.
+    # It leaves out arguments that `tx` does not take.
     update = optax.with_extra_args_support(tx).update
     extra_args = {"value": loss, **(extra_args or {})}
     updates, new_opt_state = update(gradients, opt_state, params, **extra_args)

@@ -2,17 +2,17 @@
 
 - `ModulePolicies`: how they compute. Autocast sees operations, not modules. So while a model is
   traced, each module that a rule names runs under a name scope that says the rule's policy, which
-  autocast reads. Modules that no rule names open no scope and compute by the policy of the whole.
-- `marked_class`: what opens the scope where a framework (nnx, Equinox) does not let method calls
-  be intercepted: a module that a rule names is given a subclass of its class. Flax linen and
-  Haiku have interceptors.
-- `ModuleScopes`: takes the place of `ModulePolicies` where diagnostics ask which module does
-  what. Every method of every module then runs in a scope that names the module's path.
+  autocast reads. Modules that no rule names open no scope and compute with the policy of the whole.
+- `marked_class`: opens the scope for frameworks that do not let method calls be intercepted (nnx,
+  Equinox): a module that a rule names is given a subclass of its class. Flax linen and Haiku have
+  interceptors.
+- `ModuleScopes`: takes the place of `ModulePolicies` for diagnostics, which ask where an operation
+  is. Every method of every module then runs in a scope that names the module's path.
 - `storage_rules`: the dtype in which `cast_params` of each adapter stores a parameter.
 - `policy_of_norms`: a norm subtracts means and sums squares. 300 squared overflows float16, and a
-  mean over thousands of half numbers loses them. So norms compute in float32, from float32
-  scales, biases and statistics, in every policy but a pure half one. They are told by the names
-  of their classes, or by those of their parameters where classes are not known.
+  mean over thousands of half numbers loses them. So norms compute in float32, from float32 scales,
+  biases and statistics, in every policy but a pure half one. They are recognised by the names of
+  their classes, or, if classes are not known, of their parameters.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ T = TypeVar("T")
 FLOAT32_POLICY = Policy("float32", "float32", "float32")
 
 # WeightNorm and SpectralNorm wrap a layer and normalise its *kernel*; PreNorm and PostNorm wrap a
-# whole block. What they contain must stay half.
+# whole block. The layers inside them must stay half.
 _NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!Pre)(?<!Post)Norm(alization)?(\dd)?$")
 _NORM_NAME = re.compile(r"(?i)(^|_)(bn|ln|gn)(_|\d|$)|norm")
 _PRODUCT_PARAMETERS = {"kernel", "embedding"}
@@ -49,7 +49,7 @@ _PLAIN = "_jmp_plain_class"  # the attribute of a subclass that has the class of
 
 
 def is_norm_class(module_type: type) -> bool:
-    """Returns whether a class is a norm layer, by its name or that of a class it derives from.
+    """Returns whether a class is a norm layer, judged by its name and the names of its bases.
 
     >>> is_norm_class(type("BatchNorm", (), {})), is_norm_class(type("WeightNorm", (), {}))
     (True, False)
@@ -58,7 +58,7 @@ def is_norm_class(module_type: type) -> bool:
 
 
 def is_norm_parameters(module_name: str, parameter_names: Iterable[str]) -> bool:
-    """Returns whether a module's parameters are those of a norm, judged by names alone.
+    """Returns whether a module with these parameters is a norm, judged only by names.
 
     >>> is_norm_parameters("bn1", ["scale", "bias"]), is_norm_parameters("norm1", ["kernel"])
     (True, False)
@@ -71,9 +71,9 @@ def is_norm_parameters(module_name: str, parameter_names: Iterable[str]) -> bool
 
 
 def policy_of_norms(policy: Policy, rules: Sequence[Rule] | None) -> Policy:
-    """Returns the policy of norms and their statistics where no rule of the user's says otherwise.
+    """Returns the policy of norms and their statistics, unless a rule of the user says otherwise.
 
-    It is float32, but for an explicit empty list of rules and, without rules, for a pure half
+    It is float32, except with an explicit empty list of rules and, without rules, in a pure half
     policy.
     """
     are_float32 = not policy.is_pure_half if rules is None else bool(rules)
@@ -90,11 +90,11 @@ def storage_rules(
     rules: Sequence[Rule] | None,
     is_in_norm: Callable[[str, Sequence[type]], bool] = _is_in_norm,
 ) -> PolicyRules:
-    """Returns the rules by which `cast_params` stores: the user's, then that of norms.
+    """Returns the rules with which `cast_params` stores: the user's, then the rule of norms.
 
     Args:
       is_in_norm: called as `is_in_norm(path, classes)` for a parameter: whether it is a norm's. By
-        default by the class of its module.
+        default the class of its module decides.
 
     Raises: ValueError for a policy or a rule that stores in float8.
     """
@@ -110,10 +110,10 @@ def storage_rules(
 
 
 def cast_by_paths(params: T, policy: Policy, rules: Sequence[Rule] | None) -> T:
-    """Returns parameters stored as `policy` and `rules` say, where no modules are known.
+    """Returns parameters stored as `policy` and `rules` say, for a tree without modules.
 
     Args:
-      params: a tree; the path of a leaf is that of its module and its own name.
+      params: a tree; the path of a leaf is the path of its module and its own name.
 
     Raises: as `storage_rules`.
     Warns: `UnusedRuleWarning` for a rule that matched nothing.
@@ -134,10 +134,10 @@ def cast_by_paths(params: T, policy: Policy, rules: Sequence[Rule] | None) -> T:
 class ModulePolicies:
     """How one wrapped model computes: a policy, rules, and options of autocast.
 
-    Equal ones, of equal arguments, are as good as one.
+    Objects of equal arguments are equal, and can replace one another.
 
     Args:
-      policy: what computes where no rule matches.
+      policy: the policy of modules that no rule matches.
       rules: `(target, policy)` pairs, see `jmp.rules`.
       options: keyword arguments of `jmp.autocast`.
       keep_dtypes: whether a module whose `dtype` field says float32 computes in float32, unless a
@@ -179,7 +179,7 @@ class ModulePolicies:
             names = " and ".join(sorted(half.__name__ for half in halves))
             raise ValueError(
                 f"A policy and its rules ask for products in {names}; expected one half dtype a "
-                "model. Wrap the part that differs by itself: the inner policy holds there."
+                "model. Wrap the part that differs separately: the inner policy holds there."
             )
         self.lowered = next(iter(halves), self.policy.compute_dtype)
         self._key = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
@@ -194,9 +194,9 @@ class ModulePolicies:
         """Returns `fun` under autocast, for code that runs inside `in_force`.
 
         Args:
-          name_scopes: whether rules name scopes too, such as those of `jax.named_scope`, where no
-            rule names a module around. Autocast then warns of unused rules itself, if the policy or
-            a rule is half.
+          name_scopes: whether rules name scopes too, such as a scope of `jax.named_scope`, if no
+            rule names a module around it. Autocast then warns of unused rules itself, if the policy
+            or a rule is half.
         """
         whole, half = self.policy, self.lowered
         names = ("reduce_dtype", "product_dtype", "result_dtype")
@@ -207,8 +207,9 @@ class ModulePolicies:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Makes these the rules that hold, and not those of a wrapped model around this one."""
-        # Float32 with a half part: what is not in that part.
+        """Makes these the rules that hold, instead of the rules of a wrapped model around this
+        one."""
+        # The policy of the whole, if it is float32 and only a part is half.
         whole = None if self.policy.compute_dtype == self.lowered else self.policy
         with _in_force(self), self.scope(whole):
             yield
@@ -225,8 +226,8 @@ class ModulePolicies:
 
         Args:
           path: its attributes' names joined by slashes; "" is the root.
-          classes: its class and those of the modules around it, innermost first.
-          root: what the root is called; a rule's path may begin with it.
+          classes: its class and the classes of the modules around it, innermost first.
+          root: the name of the root; a rule's path may begin with it.
         """
         policy = self.rules.policy_for(path, classes, root=root)
         if policy is not self.rules.default:
@@ -298,7 +299,7 @@ def plain_class(module_type: type) -> type:
 
 
 def set_class(module: object, module_type: type) -> None:
-    """Gives a module another class, where its framework keeps watch on its attributes."""
+    """Gives a module another class, although its framework keeps watch on its attributes."""
     object.__setattr__(module, "__class__", module_type)
 
 
@@ -310,7 +311,7 @@ def _is_method(module_type: type, name: str) -> bool:
 
 
 class ModuleScopes(ModulePolicies):
-    """No policy at all: what it says of a module is its path. All of them are equal.
+    """Names the path of each module, and gives it no policy. All of its objects are equal.
 
     `lift(fun, ModuleScopes())` of nnx, and `with_marked_modules` of Equinox, is `fun` itself, in
     which every method of every module among the arguments runs in a scope that names the path.
@@ -328,7 +329,7 @@ class ModuleScopes(ModulePolicies):
 
     @property
     def are_in_force(self) -> bool:
-        """True: also what computes by rules of its own inside says where it stands."""
+        """True: an inner model with rules of its own names its paths too."""
         return True
 
     def autocast(self, fun: Any, *, name_scopes: bool = False) -> Any:

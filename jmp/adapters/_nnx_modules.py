@@ -1,28 +1,35 @@
-"""Modules of Flax nnx that compute by a policy, and how diagnostics are asked about them.
+"""Modules of Flax nnx that compute with a policy, and as arguments of diagnostics.
 
-- `lift`: a function of modules under autocast. nnx modules are objects whose Variables change,
-  and autocast sees pure functions alone. So the function is lifted by Flax's own bookkeeping
+- `lift`: a function of modules under autocast. nnx modules are objects whose Variables change, and
+  autocast sees only pure functions. So the function is lifted with Flax's own bookkeeping
   (`nnx.to_tree`, `nnx.from_tree`), as under `nnx.jit`.
-- `view_of`: a copy of a module that computes by a policy when it is called. Flax opens no name
-  scope for an nnx module and offers no way to intercept its calls, so a module that a rule names
-  is given a subclass of its class whose methods open the scope themselves: for good in a view;
-  in `lift` for the length of the trace, on the copies that live in it.
-- `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for
-  a tree, and makes two Variables of one that stands in two places. What `split_modules` makes is
-  a tree too, with one leaf a Variable, named as rules name it. `merge_modules` makes new modules
-  of it, so that nothing that a function changes in them reaches the caller's.
+- `view_of`: a copy of a module that computes with a policy when it is called. Flax opens no name
+  scope for an nnx module and offers no way to intercept its calls, so a module that a rule names is
+  given a subclass of its class whose methods open the scope themselves. In a view it keeps that
+  class; in `lift` only the copies in the trace have it.
+- `HeldByModule`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is written
+  back as a whole or not at all. Flax empties a module before it writes it anew, and refuses to
+  write a Variable inside another trace than the one it was made in. So changes are found by
+  comparison, a change that cannot be written is refused before, and after any other error modules
+  and Variables are as they were.
+- `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for a
+  tree, and makes two Variables of one that stands in two places. `split_modules` makes a tree too,
+  with one leaf for each Variable, named as rules name it. `merge_modules` makes new modules of it,
+  so that a function cannot change the caller's.
 """
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from flax import nnx
+from flax import errors, nnx
 from jax.typing import DTypeLike
 
 from jmp._array_calls import Untrained, take_arrays
+from jmp._messages import first_few
 from jmp.adapters._module_policies import (
     ModulePolicies,
     ModuleScopes,
@@ -31,7 +38,6 @@ from jmp.adapters._module_policies import (
     set_class,
     subclass,
 )
-from jmp.adapters._nnx_writing import HeldByModule, check_writable, whole_if_it_fails
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, mark_lowered
 from jmp.trees import PyTree, cast_leaf, is_array
@@ -44,8 +50,8 @@ _POLICIES = "_jmp_module_policies"  # the attribute of a view's class that says 
 
 
 def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
-    """Returns `fun` under autocast; what it changes in modules among its arguments is changed."""
-    tag = object()  # tells this function's bookkeeping from that of others, in Flax
+    """Returns `fun` under autocast; it may change modules among its arguments."""
+    tag = object()  # tells Flax this function's bookkeeping from others
 
     @functools.wraps(fun)  # options name its arguments, warnings name it
     def pure(*args: Any, **kwargs: Any) -> Any:
@@ -113,10 +119,100 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
     variable.set_value(before if after is wide else cast_leaf(after, before.dtype))
 
 
-def view_of(model: M, policies: ModulePolicies) -> M:
-    """Returns a copy of `model` that shares its Variables and computes by `policies`.
+# Changes of a call are written back as a whole or not at all.
 
-    Each module in it has a class that computes by its policy, but those of other views inside.
+
+class HeldByModule(NamedTuple):
+    """The content of a module, an optimizer or a Variable, to be compared with its later
+    content."""
+
+    structure: Any
+    arrays: dict[str, list[Any]]  # by the path of a Variable, which may hold a tuple of them
+
+    @classmethod
+    def of(cls, node: Any) -> "HeldByModule":
+        """Returns what `node` holds now."""
+        graph, state = nnx.split([node])
+        arrays = {path: jax.tree.leaves(held) for path, held in _variables_in(state).items()}
+        return cls((graph, jax.tree.structure(state)), arrays)
+
+    def changes(self, before: "HeldByModule") -> tuple[str, ...] | None:
+        """Returns the paths of the Variables that changed; None if attributes came or went."""
+        if self.structure != before.structure:
+            return None
+        return tuple(
+            path
+            for path, arrays in self.arrays.items()
+            if not all(map(operator.is_, arrays, before.arrays[path]))
+        )
+
+
+def _variables_in(state_of_list: Any) -> dict[str, nnx.Variable[Any]]:
+    """Returns the Variables in the state of a list of one node, by their paths in the node."""
+    flat = nnx.to_flat_state(state_of_list)
+    return {"/".join(map(str, path)): variable for (_, *path), variable in flat}
+
+
+def check_writable(node: Any, changed: Sequence[str] | None) -> None:
+    """Raises `flax.errors.TraceContextError` if the changes of a call cannot be written to `node`.
+
+    Args:
+      node: a module, an optimizer or a Variable.
+      changed: the result of `HeldByModule.changes`.
+    """
+    variables = _variables_in(nnx.state([node]))
+    written = variables if changed is None else changed
+    frozen = [path for path in written if not _is_writable(variables[path])]
+    if not frozen:
+        return
+    named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in frozen]
+    what = "attributes" if changed is None else first_few(named, len(named), most=4)
+    raise errors.TraceContextError(
+        f"A call changes {what} of {type(node).__name__}, which comes from outside of the trace "
+        "(jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be written "
+        "back. Nothing was changed. Make the model an argument, under nnx.jit or nnx.grad; or call "
+        "model.eval() first, if it is to be evaluated."
+    )
+
+
+def _is_writable(variable: nnx.Variable[Any]) -> bool:
+    try:
+        variable.set_raw_value(variable.get_raw_value())
+    except errors.TraceContextError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def whole_if_it_fails(*nodes: Any) -> Iterator[None]:
+    """Leaves modules, optimizers and Variables as they were if the code inside raises."""
+    attributes, variables = [], []
+    for _, node in nnx.iter_graph(nodes):
+        if isinstance(node, nnx.Variable):
+            variables.append((node, node.get_raw_value(), node.get_metadata()))
+        elif isinstance(node, nnx.Pytree):
+            attributes.append((node, dict(vars(node))))
+    try:
+        yield
+    except BaseException:
+        for node, before in attributes:
+            vars(node).clear()
+            vars(node).update(before)
+        for variable, value, metadata in variables:
+            if variable.get_raw_value() is not value:
+                variable.set_raw_value(value)
+            if variable.get_metadata() != metadata:
+                variable.set_metadata(metadata)
+        raise
+
+
+# Views.
+
+
+def view_of(model: M, policies: ModulePolicies) -> M:
+    """Returns a copy of `model` that shares its Variables and computes with `policies`.
+
+    Each module in it has a class that computes with its policy, except modules of views inside.
     """
     replaced = getattr(type(model), _POLICIES, None)  # if the model is a view itself
     view: M = nnx.clone(model, variables=False)
@@ -129,7 +225,7 @@ def view_of(model: M, policies: ModulePolicies) -> M:
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
 def _view_class(module_type: type, policies: ModulePolicies, named: Policy | None) -> type:
-    """Returns a subclass whose `__call__` computes by autocast, if it is not inside it already."""
+    """Returns a subclass whose `__call__` runs under autocast, if it is not inside it already."""
     base: Any = module_type
     if named is not None:
         base = marked_class(module_type, nnx.Module, policies, named)
@@ -187,13 +283,16 @@ def cast_in_place(
                 variable.set_value(cast)
 
 
+# Modules as trees, for diagnostics.
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class SplitModule:
     """The Variables of one of several modules that were taken apart together.
 
     Attributes:
-      arrays: what they hold.
-      names: their paths, joined by slashes; `Untrained` but for those of `nnx.Param`.
+      arrays: the arrays in the Variables.
+      names: their paths, joined by slashes; each is `Untrained`, except for an `nnx.Param`.
       where: the graph of all modules, and the path of each array in it.
     """
 
@@ -249,22 +348,22 @@ def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
 
 
 def merge_modules(tree: PyTree) -> PyTree:
-    """Returns a tree in which new modules stand for those that were taken apart."""
+    """Returns a tree with new modules in place of the ones that were taken apart."""
     parts, rest = take_arrays(tree, _is_split, is_leaf=_is_split)
     if not parts:
         return tree
     flat: dict[Any, Any] = {}
     for part in parts:
-        graph, paths = part.where  # the graph is that of all parts
+        graph, paths = part.where  # the graph of all parts
         flat.update(zip(paths, part.arrays, strict=True))
     return rest.filled(nnx.merge(graph, nnx.State.from_flat_path(flat)))
 
 
 def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
-    """Returns `fun` as a function of modules that were taken apart, which changes none.
+    """Returns `fun` as a function of modules that were taken apart; it changes no module.
 
     Args:
-      fun: a function; a module or a method of one, of which a copy is called.
+      fun: a function; or a module or a method of one, which is called on a copy.
       in_scopes: whether the methods of its modules open scopes that say their paths.
     """
     own: Any = fun if isinstance(fun, nnx.Module) else getattr(fun, "__self__", None)

@@ -3,9 +3,9 @@
 `replace(params=...)` lets masters follow: the next step, which starts from them, would undo it.
 
 Importing this module also teaches `flax.serialization` the classes of ours that a saved state
-holds. What a checkpoint holds is looked at when it is restored, where its values are known: a NaN
-for a scale would make every gradient NaN. A restore that cannot be right says what to do instead;
-docs/checkpoints.md has the lines for every change of a training.
+holds. A checkpoint is checked when it is restored, because its values are known then: a NaN for a
+scale would make every gradient NaN. A restore that cannot be right says what to do instead;
+docs/checkpoints.md has the code for every change of a run.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ from jmp.trees import PyTree, is_array, leaves_by_path, register_for_export
 class TrainState(train_state.TrainState):
     """Flax's TrainState with batch statistics, whose steps are atomic.
 
-    Make one by `TrainState.create`. An atomic step is taken as a whole or not at all.
-    A subclass may have fields of its own, each with a default, as `average: PyTree = None`.
+    Make one with `TrainState.create`. An atomic step is taken as a whole or not at all. A subclass
+    may have fields of its own, each with a default, as `average: PyTree = None`.
 
-    Attributes, beyond those of Flax's:
+    Attributes, in addition to Flax's:
       batch_stats: the model's running statistics, or None.
 
     >>> import flax.linen as nn, optax, jmp
@@ -86,9 +86,9 @@ class TrainState(train_state.TrainState):
         Raises:
           TypeError: `tx` is no optax transformation; None as parameters.
           ValueError: an optimizer in an order that fails, see `transforms.check_optimizer_state`;
-            `mixed_precision` of a policy whose parameters are float32 where these are half.
+            `mixed_precision` of a policy with float32 parameters, if these are half.
 
-        Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale where `apply_fn`
+        Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale if `apply_fn`
           computes in float16.
         """
         caller = "TrainState.create"
@@ -120,8 +120,8 @@ class TrainState(train_state.TrainState):
     def grads_finite(self) -> jax.Array:
         """Whether the last step was taken, a bool scalar, wherever the optimizer holds it.
 
-        True before the first step, and always True where nothing is checked: without loss scaling
-        and with `NoOpLossScale`, as in bfloat16.
+        It is True before the first step, and always True if nothing is checked: without loss
+        scaling and with `NoOpLossScale`, as in bfloat16.
         """
         scaling = find_loss_scaling(self.opt_state)
         if scaling is None:
@@ -140,12 +140,12 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: scaled gradients, as `jmp.scaled_value_and_grad` returns them.
-          extra_args: what `tx.update` takes beside, such as `{"value": loss}` for
+          extra_args: further arguments of `tx.update`, such as `{"value": loss}` for
             `optax.contrib.reduce_on_plateau`.
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. If the step is skipped
-            they stay as they were, like the parameters. For what is computed from the *new*
-            parameters, such as their average, select after this call, by `grads_finite` of the new
-            state.
+            they stay as they were, like the parameters. A field that is computed from the *new*
+            parameters, such as their average, is selected after this call, with `grads_finite` of
+            the new state.
 
         Raises:
           TypeError: a field that the state does not have; None as gradients.
@@ -181,12 +181,12 @@ def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     """Returns a state with other fields; masters follow `params=`, unless `opt_state=` is given.
 
-    Without that the next step would undo the replacement, because it starts from the masters. To
-    evaluate with other parameters and go on with the present ones afterwards, give
+    If the masters did not follow, the next step, which starts from them, would undo the
+    replacement. To evaluate with other parameters and go on with the present ones afterwards, give
     `opt_state=state.opt_state` too.
 
-    Raises: TypeError for a field that the state does not have; ValueError for `params=` where the
-      masters are those of one vector, as inside `optax.flatten`.
+    Raises: TypeError for a field that the state does not have; ValueError for `params=` if the
+      masters are one vector, as inside `optax.flatten`.
     """
     if "params" in updates and "opt_state" not in updates:
         updates["params"], updates["opt_state"] = follow_replaced(
@@ -248,7 +248,7 @@ def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any])
 
 
 def _within_bounds(loss_scale: LossScale) -> LossScale:
-    """Returns the scale between floor and ceiling of the one that it was restored into."""
+    """Returns the restored scale, brought between its floor and its ceiling."""
     try:
         # The constructor looks at values, which unflattening must not.
         return dataclasses.replace(loss_scale)  # type: ignore[type-var]  # each is a dataclass
@@ -288,7 +288,8 @@ def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
 
 
 def _check_optimizer(node: PyTree, saved: Any) -> None:
-    """Raises ValueError if the state of an optimizer has other leaves than that of `node`."""
+    """Raises ValueError if the saved state of an optimizer has other leaves than the one of
+    `node`."""
     expected: Any = serialization.to_state_dict(node.opt_state)
     if leaves_by_path(saved).keys() != leaves_by_path(expected).keys():
         raise ValueError(

@@ -1,8 +1,8 @@
 """Equinox: run unmodified modules in mixed precision, and train them with atomic steps.
 
 `autocast(loss_fn, policy)` is used as `eqx.filter_jit` is: on functions whose arguments are, or
-contain, modules. Wrap the whole loss, around `jax.vmap`, not the module inside it: what is decided
-for one example is not best for a batch.
+contain, modules. Wrap the whole loss, with its `jax.vmap`, and not the module inside it: the best
+program for one example is not the best for a batch.
 
 `train_step` skips a step atomically: model, optimizer state and `eqx.nn.State` move together or not
 at all.
@@ -58,11 +58,11 @@ def autocast(
       fun: a function whose arguments may be, or contain, modules and `eqx.nn.State`, such as a
         loss. Left out, a decorator is returned. Half arrays of modules count as float32 numbers;
         their gradients come back in half.
-      policy: its compute dtype is read, and nothing else. Results keep the dtypes `fun` returns.
+      policy: only its compute dtype is read. Results keep the dtypes that `fun` returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; paths are attribute names from a module
-        among the arguments on, joined by slashes: "layers/0". Where no rule names a module, a glob
-        or a regular expression may name a scope of `jax.named_scope`.
-      **options: those of `jmp.autocast`.
+        among the arguments on, joined by slashes: "layers/0". If no rule names a module, a glob or
+        a regular expression may name a scope of `jax.named_scope`.
+      **options: further options of `jmp.autocast`.
 
     Returns: a function with `fun`'s signature, for `eqx.filter_jit`, `eqx.filter_grad`, `jax.vmap`.
 
@@ -85,7 +85,8 @@ def autocast(
 
 
 def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
-    """Returns `fun` under autocast, each module among its arguments computing by its policy."""
+    """Returns `fun` under autocast; each module among its arguments computes with its own
+    policy."""
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callab
 
 
 def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
-    """Returns `fun`, in which the methods of modules among the arguments open scopes by path.
+    """Returns `fun`, in which the methods of modules among the arguments open scopes with paths.
 
     Half arrays of modules count as float32 numbers, as under `autocast`. A function of parts of
     modules runs as it is, see `takes_marked_modules`.
@@ -118,8 +119,8 @@ def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
 def takes_marked_modules(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Returns whether a function can be called with marked modules; a trace decides.
 
-    A part of a module, as `eqx.partition` gives it, is combined inside with another part. If that
-    one is no argument it has no marks, and Equinox refuses to combine the two.
+    The function combines a part of a module, which `eqx.partition` returned, with another part. If
+    the other part is no argument, it has no marks, and Equinox refuses to combine the two.
     """
     if not any(map(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))):
         return False
@@ -132,7 +133,7 @@ def takes_marked_modules(fun: Callable[..., Any], args: Any, kwargs: Any) -> boo
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
-    """Returns `model` stored as `policy` says: arrays in `param_dtype`, those of norms in float32.
+    """Returns `model` stored as `policy` says: arrays in `param_dtype`, arrays of norms in float32.
 
     Args:
       model: a module, or a tree of them. An `eqx.nn.State` stays as it is, float32.
@@ -174,7 +175,8 @@ def scaled_value_and_grad(
 def scaled_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `eqx.filter_value_and_grad`, of a loss times its scale; see `jmp.scaled_value_and_grad`.
+    """Like `eqx.filter_value_and_grad`, for a loss times its scale; see
+    `jmp.scaled_value_and_grad`.
 
     Args:
       fun: returns a real floating scalar, or `(scalar, aux)` with `has_aux`. Differentiated with
@@ -182,7 +184,8 @@ def scaled_value_and_grad(
       loss_scale: the scale in force.
 
     Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`: the value
-      unscaled, the gradients still scaled, None where there is no floating array.
+      unscaled, the gradients still scaled, with None in place of leaves that are no floating
+      arrays.
     Raises: as `jmp.scaled_value_and_grad`.
 
     >>> import equinox as eqx
@@ -222,15 +225,15 @@ def train_step(
 
     Args:
       loss_fn: called as `loss_fn(model, *args)`, returns a real floating scalar; with `state` as
-        `loss_fn(model, state, *args)`, returns `(scalar, state)`. With `has_aux` what it returns
-        beside the scalar is `aux`, or `(state, aux)`.
+        `loss_fn(model, state, *args)`, returns `(scalar, state)`. With `has_aux` it returns `aux`,
+        or `(state, aux)`, beside the scalar.
       model: the module; its floating arrays are trained.
       opt_state: `tx.init(eqx.filter(model, eqx.is_inexact_array))`.
       tx: such as `transforms.mixed_precision(optax.adam(1e-3), "mixed_float16")`.
       *args: passed to `loss_fn`.
       state: an `eqx.nn.State`, or None.
-      extra_args: what `tx.update` takes beside, such as `{"value": validation_loss}`; `value` is
-        otherwise the loss of the step, as `optax.contrib.reduce_on_plateau` asks for.
+      extra_args: further arguments of `tx.update`, such as `{"value": validation_loss}`; `value` is
+        otherwise the loss of the step, for `optax.contrib.reduce_on_plateau`.
 
     Returns: a named tuple `(model, opt_state, loss, state, aux)`; the loss is unscaled, at least
       float32. Wrap the call in `eqx.filter_jit`.

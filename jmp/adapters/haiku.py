@@ -1,8 +1,8 @@
 """Haiku: run an unmodified, transformed network in mixed precision, and train it with atomic steps.
 
-`autocast(hk.transform_with_state(forward), policy)` gives the same pair of functions, of which
-`apply` computes by `jmp.autocast`. `train_step` skips a step atomically: parameters, optimizer
-state and the network's state move together or not at all.
+`autocast(hk.transform_with_state(forward), policy)` gives the same pair of functions, whose `apply`
+runs under `jmp.autocast`. `train_step` skips a step atomically: parameters, optimizer state and the
+network's state move together or not at all.
 """
 
 import functools
@@ -34,19 +34,19 @@ def autocast(
     rules: Sequence[Rule] | None = None,
     **options: Unpack[Options],
 ) -> N:
-    """Returns `network` whose `apply` computes by `policy`; call it exactly as before.
+    """Returns `network` with an `apply` that computes with `policy`; call it exactly as before.
 
     Args:
       network: what `hk.transform` or `hk.transform_with_state` returned, also through
-        `hk.without_apply_rng`. Parameters may be stored in float32 (O1), or in half except those of
-        norms (O2, see `cast_params`). Half parameters are computed with as float32 numbers; their
+        `hk.without_apply_rng`. Parameters may be stored in float32 (O1), or in half except in norms
+        (O2, see `cast_params`). Half parameters are computed with as float32 numbers; their
         gradients come back in half.
       policy: its compute dtype is for products, its output dtype for what the network returns.
       rules: `(target, policy)` pairs, see `jmp.rules`; a path is a module's name as it stands in
         the parameters, such as "res_net/~/logits", or without the "~", as `precision_report` prints
         it: "res_net/logits". Norms compute in float32 from half inputs in every policy; a float32
         rule for one keeps its output float32.
-      **options: those of `jmp.autocast`.
+      **options: further options of `jmp.autocast`.
 
     Returns: the same kind of pair; `init` is the network's own. Floating state comes back in
       float32 whatever dtype it was passed in (in half under O3); counters stay integers.
@@ -68,7 +68,7 @@ def autocast(
     if not isinstance(network, (hk.Transformed, hk.TransformedWithState)):
         expected = (
             "what hk.transform or hk.transform_with_state returned. Each function of an "
-            "hk.multi_transform is wrapped by itself: "
+            "hk.multi_transform is wrapped separately: "
             "autocast(hk.Transformed(network.init, network.apply[0]), policy)"
         )
         raise wrong(TypeError, "autocast", network, expected, more=way_out(network))
@@ -82,7 +82,7 @@ def autocast(
         def intercept(
             call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
         ) -> Any:
-            # A constructor computes nothing; a network wrapped by itself may stand inside this one.
+            # A constructor computes nothing; another wrapped network may be inside this one.
             if context.method_name == "__init__" or not policies.are_in_force:
                 return call(*args, **kwargs)
             module = context.module
@@ -119,11 +119,11 @@ def autocast(
 
 
 def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
-    """Warns if a class of modules has a policy of Haiku's own beside that of `autocast`."""
+    """Warns if a class of modules has a policy of Haiku's own beside the policy of `autocast`."""
     if hk.mixed_precision.get_policy(module_type) is not None:
         warnings.warn(
-            f"autocast computes by its policy and rules, and '{module_type.__name__}' by "
-            "hk.mixed_precision.set_policy too: what that casts to half stays half. Remove the "
+            f"autocast computes with its policy and rules, and '{module_type.__name__}' has a "
+            "policy of hk.mixed_precision.set_policy too, whose casts to half stay. Remove the "
             "lines of set_policy, or call hk.mixed_precision.clear_policy of the class before.",
             PrecisionWarning,
             stacklevel=users_stacklevel(),
@@ -131,13 +131,13 @@ def _warn_of_own_policy(module_type: type[hk.Module]) -> None:
 
 
 def cast_params(params: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:
-    """Returns `params` stored as `policy` says: in `param_dtype`, those of norms in float32.
+    """Returns `params` stored as `policy` says: in `param_dtype`, and in norms in float32.
 
     Args:
       params: what `network.init` returned, without the state, which stays float32.
       policy: its param dtype is for every parameter that is in no rule and in no norm.
-      rules: as in `autocast`. Only paths can match: parameters have no modules'
-        classes. Norms are told by their names.
+      rules: as in `autocast`. Only paths can match: parameters have no modules' classes. Norms are
+        recognised by their names.
 
     Returns: the same structure; `jmp.cast_to_full` casts it back for export.
 
@@ -175,16 +175,16 @@ def train_step(
 
     Args:
       loss_fn: called as `loss_fn(params, *args)`, returns a real floating scalar; with `state` as
-        `loss_fn(params, state, *args)`, returns `(scalar, state)`. With `has_aux` what it returns
-        beside the scalar is `aux`, or `(state, aux)`.
+        `loss_fn(params, state, *args)`, returns `(scalar, state)`. With `has_aux` it returns `aux`,
+        or `(state, aux)`, beside the scalar.
       params: what is trained.
       opt_state: `tx.init(params)`.
       tx: such as `transforms.mixed_precision(optax.adam(1e-3), "mixed_float16")`.
       *args: passed to `loss_fn`.
       state: the network's state, or None.
       has_aux: whether `loss_fn` returns more than that.
-      extra_args: what `tx.update` takes beside, such as `{"value": validation_loss}`; `value` is
-        otherwise the loss of the step, as `optax.contrib.reduce_on_plateau` asks for.
+      extra_args: further arguments of `tx.update`, such as `{"value": validation_loss}`; `value` is
+        otherwise the loss of the step, for `optax.contrib.reduce_on_plateau`.
 
     Returns: a named tuple `(model, opt_state, loss, state, aux)`: `model` is the parameters; the
       loss is unscaled, at least float32. Wrap the call in `jax.jit`.

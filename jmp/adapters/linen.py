@@ -1,9 +1,9 @@
 """Flax linen: run an unmodified model in mixed precision, and train it with atomic steps.
 
 `autocast(model.apply, policy)` gives a function that is called exactly as `model.apply` is, and
-computes by `jmp.autocast`: each product in half, forward and backward, whatever `dtype` the model's
-layers name; norms, softmax, sums and running statistics in float32. Rules name modules by path or
-by class: while the model is traced, Flax tells which module is being called.
+runs under `jmp.autocast`: each product is half, forward and backward, whatever `dtype` the model's
+layers name; norms, softmax, sums and running statistics are float32. Rules name modules by path or
+by class: while the model is traced, Flax says which module is being called.
 
 `TrainState` skips a step atomically: parameters, optimizer state, batch statistics and step count
 move together or not at all. Importing this module also teaches `flax.serialization` loss scales.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What an apply function may call the variables.
+# Names that an apply function may give the variables.
 _VARIABLES = ("variables", "params")
 
 
@@ -41,23 +41,23 @@ def autocast(
     keep_dtypes: bool = False,
     **options: Unpack[Options],
 ) -> Callable[P, R]:
-    """Returns `apply_fn` computing by `policy`; call it exactly as before.
+    """Returns an `apply_fn` that computes with `policy`; call it exactly as before.
 
     Args:
       apply_fn: `model.apply` of an unmodified model, or the model, which stands for that; or any
         function of its variables that applies it, such as the `__call__` of a Hugging Face model.
         Variables are its first argument, or its keyword argument `variables` or `params`.
-        Parameters may be stored in float32 (O1), or in half except those of norms (O2, see
+        Parameters may be stored in float32 (O1), or in half except in norms (O2, see
         `cast_params`). Half parameters are computed with as float32 numbers; their gradients come
         back in half.
       policy: its compute dtype is for products, its output dtype for what the call returns.
-      rules: `(target, policy)` pairs, see `jmp.rules`; a path is that of a module.
-        `("head", "float32")` computes the head in float32. Norms compute in float32 from half
-        inputs in every policy; a float32 rule for one keeps its output float32.
+      rules: `(target, policy)` pairs, see `jmp.rules`; paths name modules. `("head", "float32")`
+        computes the head in float32. Norms compute in float32 from half inputs in every policy; a
+        float32 rule for one keeps its output float32.
       keep_dtypes: whether modules with `dtype=jnp.float32` compute in float32. In most published
         models this is the default of `dtype`, so with False the policy decides. A rule comes first
         in either case.
-      **options: those of `jmp.autocast`, such as `recompute="none"`.
+      **options: further options of `jmp.autocast`, such as `recompute="none"`.
 
     Returns: a function with `apply_fn`'s signature. Updated batch statistics come back in float32
       whatever dtype they were passed in (in half under O3); other collections keep their dtypes.
@@ -81,7 +81,7 @@ def autocast(
     policies = ModulePolicies(policy, rules, options, keep_dtypes=keep_dtypes)
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        # A model wrapped by itself stands inside this one; an unbound module has no parameters.
+        # Another wrapped model may be inside this one; an unbound module has no parameters.
         if not policies.are_in_force or context.module.scope is None:
             return call(*args, **kwargs)
         module, *around = _with_parents(context.module)
@@ -120,10 +120,10 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     """Returns `variables` stored as `policy` says, and norms and batch statistics in float32.
 
     Args:
-      variables: what `model.init` returned, with its collections, or its "params" alone.
+      variables: what `model.init` returned, with its collections, or only its "params".
       policy: its param dtype is for every parameter that is in no rule and in no norm.
-      rules: as in `autocast`. Only paths can match: variables have no classes of modules.
-        Norms are told by their names ("scale", "bn1", "LayerNorm_0").
+      rules: as in `autocast`. Only paths can match: variables have no classes of modules. Norms are
+        recognised by their names ("scale", "bn1", "LayerNorm_0").
 
     Returns: the same structure and shapes, cast. `jmp.cast_to_full` casts it back for export.
 
@@ -160,7 +160,7 @@ def _apply_of(apply_fn: Any) -> Any:
     owner = getattr(apply_fn, "__self__", None)
     for value in (apply_fn, owner):
         refuse_other_models(value, "autocast", "apply_fn", "flax.linen", expected)
-    # `apply` and `init` take variables, what the model's author wrote does not.
+    # `apply` and `init` take variables; methods of the model's author do not.
     is_by_its_author = getattr(apply_fn, "__name__", "") not in vars(nn.Module)
     takes_no_variables = _is_unbound(owner) and is_by_its_author
     if takes_no_variables or not callable(apply_fn):
@@ -185,19 +185,19 @@ def _with_parents(module: nn.Module) -> list[nn.Module]:
 
 
 def _widened(variables: PyTree, policies: ModulePolicies) -> PyTree:
-    """Returns half parameters and statistics in float32; what a model caches keeps its dtype."""
+    """Returns half parameters and statistics in float32; caches of a model keep their dtypes."""
     if not _has_collections(variables):
         return policies.widened(variables)
     return _with_cast(variables, params=policies.widened, batch_stats=cast_to_at_least_float32)
 
 
 def _has_collections(variables: PyTree) -> bool:
-    """Returns whether these are variables with collections; else they are parameters alone."""
+    """Returns whether these are variables with collections; else they are only parameters."""
     return isinstance(variables, Mapping) and ("params" in variables or "batch_stats" in variables)
 
 
 def _with_cast(variables: T, **casts: Callable[[Any], Any]) -> T:
-    """Returns variables whose collections of these names, where they have them, are cast."""
+    """Returns variables whose collections of these names are cast, if they have them."""
     held: Any = variables
     cast = {name: function(held[name]) for name, function in casts.items() if name in held}
     whole: T = type(held)({**held, **cast})

@@ -2,14 +2,13 @@
 
 `autocast` takes one of two things:
   - a model: `autocast(model, policy)` is a second view of it, new module objects around the *same*
-    Variables, each of which computes by the policy when it is called;
-  - a function: `autocast(loss_fn, policy)` is lifted as `nnx.jit` and `nnx.grad` are. Modules stand
-    among the arguments, and what the function changes in them (statistics, counts, caches) is
-    written back.
+    Variables, each of which computes with the policy when it is called;
+  - a function: `autocast(loss_fn, policy)` is lifted as `nnx.jit` and `nnx.grad` are. Its modules
+    are arguments, and its changes in them (statistics, counts, caches) are written back.
 
 `train_step` skips a step atomically: parameters, optimizer state, batch statistics and step count
-move together or not at all. A step of one's own is made of `scaled_value_and_grad`,
-`optimizer.update` and, around them, `atomic_step`.
+move together or not at all. To write such a step yourself, call `scaled_value_and_grad` and
+`optimizer.update` inside `atomic_step`.
 """
 
 import contextlib
@@ -26,8 +25,7 @@ from jmp import transforms
 from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import cast_in_place, lift, view_of
-from jmp.adapters._nnx_writing import whole_if_it_fails
+from jmp.adapters._nnx_modules import cast_in_place, lift, view_of, whole_if_it_fails
 from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, or_decorator
 from jmp.autocasting._numbers import dtype_of
@@ -70,25 +68,24 @@ def autocast(model: Any = None, policy: Any = None, **options: Any) -> Any:
     """Returns a view of a model, or a function of models, that computes in mixed precision.
 
     Args:
-      model: an unmodified model. A call of the view, or of a module inside it, computes by
+      model: an unmodified model. A call of the view, or of a module inside it, runs under
         `jmp.autocast`; other methods run as written except for modules that they call. Running
         statistics of the model that are half become float32 in place, because Flax computes their
-        updates in float32. Of a view a new view is made, and the old policy does not count in it. A
-        view *inside* a model keeps its own policy.
-        Or a function whose arguments may be, or contain, modules, optimizers and `nnx.Rngs`, such
-        as a loss: `nnx.value_and_grad(autocast(loss_fn, policy))(model, batch)`, or a method:
-        `autocast(Model.encode, policy)(model, x)`. What it changes in its modules is written back.
-        Left out, a decorator is returned.
-        Half parameters count as float32 numbers; their gradients come back in half.
-      policy: its compute dtype is for products. Its output dtype is for what a call of a view
-        returns; results of a function keep their dtypes.
-      **options: those of `jmp.autocast`. `rules` are `(target, policy)` pairs, see `jmp.rules`;
-        paths are attribute names joined by slashes, from the model, or from a module among the
-        arguments. Norms compute in float32 from half inputs in every policy.
+        updates in float32. A view gives a new view, in which the old policy does not count. A view
+        *inside* a model keeps its own policy. Or a function whose arguments may be, or contain,
+        modules, optimizers and `nnx.Rngs`, such as a loss: `nnx.value_and_grad(autocast(loss_fn,
+        policy))(model, batch)`, or a method: `autocast(Model.encode, policy)(model, x)`. Its
+        changes in these modules are written back. Without a model a decorator is returned. Half
+        parameters count as float32 numbers; their gradients come back in half.
+      policy: its compute dtype is for products. Its output dtype is for the results of calls of a
+        view; results of a function keep their dtypes.
+      **options: further options of `jmp.autocast`. `rules` are `(target, policy)` pairs, see
+        `jmp.rules`; paths are attribute names joined by slashes, from the model, or from a module
+        among the arguments. Norms compute in float32 from half inputs in every policy.
 
     Returns: for a model, a module of a subclass of its class that shares its Variables, for
       `nnx.split` and `merge`, `nnx.jit`, `nnx.value_and_grad` and `nnx.Optimizer`; `view.eval()`
-      sets the mode of the view, and not that of the model. For a function, one with its signature.
+      sets the mode of the view, and not of the model. For a function, one with its signature.
 
     Raises:
       TypeError: no policy; neither a model nor a function, or a method bound to its module.
@@ -132,7 +129,7 @@ def _autocast(
 def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = None) -> M:
     """Returns a copy of `model`, with Variables of its own, stored as `policy` says.
 
-    Parameters are in `param_dtype`; those of norms, and running statistics, are float32.
+    Parameters are in `param_dtype`; parameters of norms, and running statistics, are float32.
 
     Args:
       model: left as it is.
@@ -157,9 +154,9 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
 def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """Returns the loss scale in force inside an `nnx.Optimizer`; `NoOpLossScale` if it has none.
 
-    Raises: TypeError for another optimizer; otherwise as `transforms.check_optimizer_state`, but
-      that a transformation with a state may come after loss scaling: `train_step` undoes on a skip
-      what it changed. A step by `optimizer.update` alone does not: check that once by
+    Raises: TypeError for another optimizer; otherwise as `transforms.check_optimizer_state`, except
+      that a transformation with a state may come after loss scaling: `train_step` undoes its
+      changes if it skips. A step with only `optimizer.update` does not: check that once with
       `transforms.check_optimizer_state(nnx.as_pure(optimizer.opt_state))`.
 
     >>> from flax import nnx
@@ -175,7 +172,7 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
 def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
     """Sets the masters in an optimizer to its model's parameters, in place.
 
-    Call it after `nnx.update(model, loaded)` and the like, which the next step undoes otherwise.
+    Call it after `nnx.update(model, loaded)` and the like; otherwise the next step undoes them.
 
     Raises: TypeError for arguments of another kind; otherwise as `transforms.reset_masters`.
 
@@ -210,27 +207,27 @@ def train_step(
     Scales the loss, differentiates it with respect to the Variables the optimizer was made for, and
     updates model and optimizer in place. A skipped step moves no parameter, no optimizer state, no
     step count and no `BatchStat`, neither of the model nor of modules among the other arguments;
-    random-number counts advance. Wrap the call in `nnx.jit`. An
-    optimizer without a loss scale, as of `mixed_bfloat16`, checks no gradient and skips no step:
+    random-number counts advance. Wrap the call in `nnx.jit`. An optimizer without a loss scale,
+    such as for `mixed_bfloat16`, checks no gradient and skips no step:
     `transforms.mixed_precision(tx, policy, jmp.StaticLossScale(1.0))` checks and skips.
 
     Args:
       loss_fn: called as `loss_fn(model, *args)`; returns a real floating scalar, or
         `(scalar, aux)` with `has_aux`.
-      model: a view made by `autocast`, or any model.
+      model: a view that `autocast` returned, or any model.
       optimizer: over a transformation such as `transforms.mixed_precision(optax.adam(1e-3), ...)`.
       *args: passed to `loss_fn`.
       has_aux: whether `loss_fn` returns something beside the loss.
-      extra_args: what `optimizer.tx` takes beside, such as `{"value": validation_loss}`; `value` is
-        the loss of the step otherwise, as `optax.contrib.reduce_on_plateau` asks for.
+      extra_args: further arguments of `optimizer.tx.update`, such as `{"value": validation_loss}`;
+        `value` is otherwise the loss of the step, for `optax.contrib.reduce_on_plateau`.
 
     Returns: the unscaled loss in at least float32, or `(loss, aux)`.
     Raises: TypeError if an argument is of the wrong kind or the loss is no real floating scalar;
-      ValueError for an optimizer in a wrong order. Nothing has changed then, nor after any other
-      error.
-    Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale where the model, or the
+      ValueError for an optimizer in a wrong order. After these and all other errors nothing has
+      changed.
+    Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale if the model, or the
       loss, computes in float16; `jmp.NoHalfProductWarning` for an optimizer made for a half policy
-      where all products of the loss are float32, as where the model stands in its view's place.
+      if all products of the loss are float32, as when the model was passed instead of its view.
 
     >>> from flax import nnx
     >>> import optax
@@ -262,9 +259,10 @@ def train_step(
 def _check_is_lowered(
     optimizer: nnx.Optimizer[Any], loss_fn: Callable[..., Any], model: nnx.Module, args: Any
 ) -> None:
-    """Warns where an optimizer was made for a half policy, and the loss has float32 products alone.
+    """Warns if an optimizer was made for a half policy, and the loss has only float32 products.
 
-    What is marked is half somewhere. Anything else, such as a model in half by hand, is traced.
+    A marked function or module has something in half. Any other, such as a model whose author wrote
+    casts, is traced.
     """
     half = lowered_to(optimizer.tx.update)
     if half is None or not is_half(half) or lowered_to(loss_fn) is not None:
@@ -283,7 +281,7 @@ def _check_is_lowered(
         warnings.warn(
             f"The optimizer was made for {half}, but all products of the loss are float32: the "
             "model trains in float32. Pass the view, train_step(loss_fn, autocast(model, "
-            "policy), optimizer, ...), or wrap the loss by the autocast of this adapter.",
+            "policy), optimizer, ...), or wrap the loss with the autocast of this adapter.",
             NoHalfProductWarning,
             stacklevel=users_stacklevel(),
         )
@@ -295,14 +293,14 @@ def scaled_value_and_grad(
     argnums: Any = 0,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `nnx.value_and_grad`, of a loss times its scale; see `jmp.scaled_value_and_grad`.
+    """Like `nnx.value_and_grad`, for a loss times its scale; see `jmp.scaled_value_and_grad`.
 
     Args:
       fun: returns a real floating scalar, or `(scalar, aux)` with `has_aux`.
       loss_scale: the scale in force: `loss_scale(optimizer)`.
-      argnums: as in `nnx.value_and_grad`: the numbers of the arguments to differentiate, of modules
-        their parameters; or `nnx.DiffState(number, filter)`. Of an optimizer made with another
-        `wrt` than `nnx.Param` write `nnx.DiffState(0, optimizer.wrt)`.
+      argnums: as in `nnx.value_and_grad`: the numbers of the arguments to differentiate, for
+        modules with respect to their parameters; or `nnx.DiffState(number, filter)`. For an
+        optimizer with another `wrt` than `nnx.Param` write `nnx.DiffState(0, optimizer.wrt)`.
       has_aux: whether `fun` returns something beside the loss.
 
     Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`: the value
@@ -338,15 +336,15 @@ def scaled_value_and_grad(
 def atomic_step(
     model: nnx.Module, optimizer: nnx.Optimizer[Any], *others: nnx.Module
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context for a step of one's own: what it changes stays, or is undone as a whole.
+    """Returns a context for a step of your own, whose changes stay, or are undone as a whole.
 
-    Inside it differentiate by `scaled_value_and_grad` and call `optimizer.update` once. If the
+    Inside it differentiate with `scaled_value_and_grad` and call `optimizer.update` once. If the
     optimizer skips the step, no parameter, optimizer state, step count and `BatchStat` has moved
-    when the context ends. Inside `nnx.jit`. `train_step` is such a step.
+    when the context ends. Use it inside `nnx.jit`. `train_step` is such a step.
 
     Args:
-      model: what the optimizer trains.
-      optimizer: as in `train_step`; without a loss scale nothing is undone but after an error.
+      model: the model that the optimizer trains.
+      optimizer: as in `train_step`; without a loss scale only an error undoes the changes.
       *others: modules whose statistics the step may change, such as the generator of a GAN in a
         step of its discriminator.
 
@@ -409,7 +407,7 @@ def _atomic(
 def _moved_by_a_step(
     model: nnx.Module, optimizer: nnx.Optimizer[Any], others: list[nnx.Module]
 ) -> tuple[Any, Any]:
-    """Returns what a step changes, as arrays: beside the optimizer's state, and that state."""
+    """Returns the arrays that a step changes, and the optimizer's state, apart."""
     variables = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.BatchStat))
     statistics = nnx.state(others, nnx.BatchStat)
     moved = (nnx.as_pure(variables), nnx.as_pure(statistics), optimizer.step[...])

@@ -30,14 +30,7 @@ from jmp.autocasting import _registry
 from jmp.autocasting._passes import platforms, target_of
 from jmp.autocasting._registry import Category, primitive_name
 from jmp.dtypes import FLOAT32, is_half
-from jmp.policy import (
-    Policy,
-    get_policy,
-    refuse_float8,
-    refuse_product_dtype,
-    refuse_reduce_dtype,
-    refuse_result_dtype,
-)
+from jmp.policy import Policy, check_for_autocast, get_policy
 from jmp.rules import PolicyRules, Rule
 
 CHOICES = {
@@ -87,7 +80,7 @@ class Settings:
             if choice not in choices:
                 kind = ValueError if isinstance(choice, str) else TypeError
                 raise wrong(kind, "autocast", choice, f"one of {choices}", name=option)
-        _check_policy(self.policy)
+        check_for_autocast(self.policy)
         if not (self.compute_dtype == FLOAT32 or is_half(self.compute_dtype)):
             raise ValueError(
                 f"autocast got the compute dtype {self.compute_dtype}; expected float16 or "
@@ -126,14 +119,6 @@ def _names_of_primitives(option: str, primitives: Any) -> tuple[str, ...]:
     return tuple(map(primitive_name, primitives))
 
 
-def _check_policy(policy: Policy) -> None:
-    """Raises ValueError for dtypes of a policy, or of a rule's, that autocast does not support."""
-    refuse_float8(policy, "autocast")
-    refuse_reduce_dtype(policy, "autocast")
-    refuse_product_dtype(policy, "autocast")
-    refuse_result_dtype(policy, "autocast")
-
-
 def _checked_rules(rules: Iterable[Rule], compute_dtype: np.dtype) -> tuple[Rule, ...]:
     """Returns rules that `autocast` in `compute_dtype` can follow.
 
@@ -153,7 +138,7 @@ def _checked_rules(rules: Iterable[Rule], compute_dtype: np.dtype) -> tuple[Rule
 
 def _check_dtype(policy: Policy, compute_dtype: np.dtype, where: str) -> None:
     """Raises ValueError if a rule asks for what is neither the dtype around it nor float32."""
-    _check_policy(policy)
+    check_for_autocast(policy)
     dtype = np.dtype(policy.compute_dtype)
     if compute_dtype == FLOAT32 and is_half(dtype):
         return  # autocast is switched off, and its rules with it

@@ -1,23 +1,27 @@
-"""What a diagnostic is asked about: a function, and its arguments in a call of their own.
+"""Arguments of diagnostics: the function that is asked about, and what it is called with.
 
-Modules of nnx and Equinox among the arguments, whose frameworks open no name scopes by path, open
-them here.
+Flax nnx and Equinox open no name scopes for their modules. Here modules among the arguments open
+scopes with their paths.
 """
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jmp import _jax_compat
-from jmp._messages import check_function, described, framework_of
+from jmp._messages import check_function, described, framework_of, listed
 from jmp.adapters._module_policies import ModuleScopes
-from jmp.autocasting import autocast
-from jmp.autocasting._program import runs_late
+from jmp.autocasting import NoHalfProductWarning, autocast
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting._program import Program, runs_late
 from jmp.dtypes import is_castable
-from jmp.policy import Policy
+from jmp.policy import Policy, get_policy
+from jmp.rules import UnusedRuleWarning
 from jmp.trees import PyTree, stands_for_numbers
 
 
@@ -28,12 +32,11 @@ def asked_function(
     early: tuple[Any, ...],
     policy: str | Policy | None = None,
 ) -> Callable[..., Any]:
-    """Returns what a diagnostic is asked about, as a function of what `split_arguments` returns.
+    """Returns the function that is asked about, as a function of what `split_arguments` returns.
 
-    Arguments and errors are those of `check_asked`. It works on copies of nnx modules, also where
-    `fun` is one or a method of one: what it changes in them is lost, and the caller's stay as they
-    are. Methods of nnx modules, and of Equinox modules among the arguments, open scopes that name
-    paths.
+    It works on copies of nnx modules, also if `fun` is one or a method of one, so that the caller's
+    modules stay as they are. Methods of nnx modules, and of Equinox modules among the arguments,
+    open scopes with the paths of the modules. Arguments and errors: see `check_asked`.
 
     >>> asked_function("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
     2
@@ -49,13 +52,13 @@ def asked_function(
 def check_asked(
     caller: str, call: str, fun: object, early: tuple[Any, ...], policy: object = None
 ) -> None:
-    """Raises TypeError if `fun` is no function, or its arguments came in the first call.
+    """Raises TypeError if `fun` is no function, or if its arguments came in the first call.
 
     Args:
       caller: the diagnostic.
-      call: how it is called, for the error.
-      early: positional arguments behind those that it has.
-      policy: text or a `Policy`; None where it was left out.
+      call: the right call, for the error.
+      early: further positional arguments, which belong into the second call.
+      policy: text or a `Policy`; None if it was left out.
     """
     check_function(fun, caller, call)
     is_policy = policy is None or isinstance(policy, (str, Policy))
@@ -67,8 +70,47 @@ def check_asked(
         )
 
 
+def autocast_if_asked(
+    caller: str, fun: Callable[..., Any], policy: str | Policy | None, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns `fun` under autocast with these options, or `fun` itself without a policy.
+
+    Raises: TypeError for options without a policy.
+    """
+    if policy is not None:
+        return autocast(fun, policy, **options)
+    if options:
+        raise TypeError(
+            f"{caller} got {listed(sorted(options))} without a policy; expected one too, because "
+            f"these are options of autocast: {caller}(fun, 'mixed_float16', ...)."
+        )
+    return fun
+
+
+def half_program(
+    caller: str, fun: Callable[..., Any], policy: str | Policy, options: Mapping[str, Any]
+) -> Program:
+    """Returns what autocast makes of `fun`; raises ValueError for a policy without half."""
+    program = make_program(fun, policy, **options)
+    if program is None:
+        raise ValueError(
+            f"{caller} got the policy {get_policy(policy)}, which computes in float32: nothing is "
+            "in half. Ask with 'mixed_float16' or 'mixed_bfloat16'."
+        )
+    return program
+
+
+@contextlib.contextmanager
+def without_warnings_of_plans() -> Iterator[None]:
+    """Hides autocast's warnings of rules and products, because a report says the same."""
+    with warnings.catch_warnings():
+        for told in (UnusedRuleWarning, NoHalfProductWarning):
+            warnings.simplefilter("ignore", told)
+        yield
+
+
 def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
-    """Raises TypeError for an array without numbers: one that is traced, or its type alone."""
+    """Raises TypeError for an array without numbers: a traced one, or a `jax.ShapeDtypeStruct`."""
     for array in arrays:
         if isinstance(array, jax.ShapeDtypeStruct) or not _jax_compat.is_concrete(array):
             raise TypeError(
@@ -82,10 +124,10 @@ def split_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def trained_parameters(tree: PyTree) -> PyTree:
-    """Returns what an optimizer is given of a tree of arguments.
+    """Returns the part of a tree of arguments that an optimizer is given.
 
-    Without what is not differentiated in nnx modules, what is no floating array in Equinox modules,
-    and what is no array elsewhere.
+    It leaves out the Variables of nnx modules that are no parameters, leaves of Equinox modules
+    that are no floating arrays, and all other leaves that are no arrays.
     """
 
     def trained(part: Any) -> Any:
@@ -110,15 +152,15 @@ def _equinox() -> Any:
 class Scoped(NamedTuple):
     """A loss whose scopes can be asked about."""
 
-    loss: Callable[..., Any]  # in which modules among the arguments open scopes
-    autocast: Callable[..., Any]  # what takes the rules that are found
-    framework: str | None  # whose modules are named by their paths; None: name scopes are named
+    loss: Callable[..., Any]  # modules among its arguments open scopes
+    autocast: Callable[..., Any]  # takes the rules that are found
+    framework: str | None  # if rules name paths of its modules; None if they name scopes
 
 
 def scoped(loss: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Scoped:
-    """Returns a loss with scopes for the nnx or Equinox modules among its arguments, if any.
+    """Returns a loss in which the nnx or Equinox modules among its arguments open scopes.
 
-    Where the loss takes parts of Equinox modules alone, it is returned as it is.
+    Without modules, and with only parts of Equinox modules, the loss is returned as it is.
 
     Args:
       loss: a function of modules.

@@ -1,4 +1,4 @@
-"""`compare`: how far results and gradients in mixed precision lie from those in float32.
+"""`compare`: the errors of results and gradients in mixed precision, measured against float32.
 
 Both programs run on the device; the errors are computed in float64 on the host.
 """
@@ -41,21 +41,22 @@ def compare(
     """Returns a function that measures `autocast(fun, policy)` against `fun` in float32.
 
     Called with `fun`'s arguments it compiles both and runs them, forward and backward. A scalar
-    result is differentiated as it is. Any other result is replaced by its mean, and several by the
-    sum of their means: the cotangent of a result of n elements is 1 / n everywhere. With `has_aux`
-    the loss alone is differentiated; both are compared.
+    result is differentiated as it is. Any other result is replaced by its mean, and several by
+    the sum of their means: the cotangent of a result of n elements is 1 / n everywhere. With
+    `has_aux` only the loss is differentiated; both are compared.
 
     In the reference half arguments are widened, exactly, and products run at the highest precision
     of the device: no TF32. Integers, keys and all that is no float pass as they are.
 
     Args:
       fun, policy: as for `jmp.autocast`.
-      argnums: as in `jax.grad`: which arguments are differentiated, their floating arrays alone;
-        () for none.
-      scale: loss scale of the policy's run: its cotangents are multiplied, its gradients divided,
-        in float64, so that what underflows without a loss scale is not counted.
+      argnums: as in `jax.grad`: the arguments whose floating arrays are differentiated; () for
+        none.
+      scale: loss scale of the policy's run: its cotangents are multiplied by it, and its
+        gradients divided in float64, so that the comparison counts no underflow that a loss scale
+        avoids.
       has_aux: whether `fun` returns a pair `(loss, aux)`, as for `jax.grad`.
-      options: those of `jmp.autocast`, such as `rules`.
+      options: further options of `jmp.autocast`, such as `rules`.
 
     Returns: a function of `fun`'s arguments, any pytrees, that returns a `Comparison`. They are not
       donated.
@@ -63,10 +64,10 @@ def compare(
     Raises:
       TypeError: `fun` is no function, or its arguments were given in the first call; when called,
         with `has_aux` a result that is no pair, without it a pair of a scalar and something else,
-        which may be a loss and what is returned beside it; otherwise as `jmp.autocast`.
-      ValueError: a scale that is not positive; when called, argnums that are not there.
+        which may be `(loss, aux)`; otherwise as `jmp.autocast`.
+      ValueError: a scale that is not positive; when called, `argnums` that name no argument.
 
-    Warns: where a result is float16 and the scale is beyond its range.
+    Warns: `PrecisionWarning` if a result is float16 and the scale is beyond its range.
 
     >>> def loss(params, x):
     ...     return jnp.mean(jnp.tanh(x @ params["w"]))
@@ -95,9 +96,9 @@ class Difference:
     """The error of one leaf, or of a module's leaves together: a the policy's, b the reference's.
 
     Everything is computed in float64 on the host: integers are exact up to 2**53, norms overflow
-    above 1e154. An element that is the same infinity in both is no error. One that is NaN in the
-    reference has no error that could be known: the errors are NaN then. Any other that is not
-    finite in one of them is an infinite error. None of these is part of the norm of b.
+    above 1e154. An element that is the same infinity in both is no error. If an element of the
+    reference is NaN, the errors are NaN too, because nobody knows them. Any other element that is
+    not finite in a or b is an infinite error. None of these elements is part of the norm of b.
 
     Attributes:
       kind: "result" or "gradient".
@@ -125,7 +126,7 @@ class Difference:
 
     @property
     def relative_error(self) -> float:
-        """||a - b|| / ||b||; 0 where both are zero, infinite where b is, NaN where b has a NaN."""
+        """||a - b|| / ||b||; 0 if both are zero, infinite if only b is, NaN if b has a NaN."""
         if self.error_norm == 0 or math.isnan(self.error_norm):
             return self.error_norm
         finite = math.isfinite(self.error_norm) and self.reference_norm > 0
@@ -139,7 +140,7 @@ class Comparison(Report):
     Attributes:
       policy: the policy, as text.
       scale: the loss scale of the policy's run.
-      rows: one for each leaf: results first, then gradients.
+      rows: a row for each leaf: results first, then gradients.
 
     >>> found = compare(lambda w: w @ w, "mixed_float16")(jnp.eye(2))
     >>> found.policy, [row.kind for row in found.worst(2)]
@@ -153,16 +154,17 @@ class Comparison(Report):
     def worst(self, n: int = 10) -> list[Difference]:
         """Returns the `n` leaves of the largest relative errors, the worst first.
 
-        Last come gradients that are rounding alone, such as that of the bias of attention's keys:
-        the reference's norm is below 16 unit roundoffs of the norm of all gradients, and the error
-        below 16 unit roundoffs of the compute dtype.
+        Gradients that consist of rounding errors come last, such as the gradient of the bias of
+        attention's keys: the reference's norm is below 16 unit roundoffs of the norm of all
+        gradients, and the error below 16 unit roundoffs of the compute dtype.
         """
         return self._worst_first(self.rows)[:n]
 
     def by_module(self, depth: int = 1) -> list[Difference]:
         """Returns a row for each prefix of at most `depth` names of the paths, the worst first.
 
-        The norms are those of all leaves below the prefix as one vector; with depth 0 of all.
+        The leaves below a prefix count as one vector; with depth 0 there is one prefix, of all
+        leaves.
 
         >>> params = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((1, 2))}}
         >>> dense = lambda p, x: x @ p["dense"]["kernel"] + p["dense"]["bias"]
@@ -201,7 +203,7 @@ class Comparison(Report):
     def _worst_first(self, rows: Iterable[Difference]) -> list[Difference]:
         def order(row: Difference) -> tuple[bool, float]:
             error = row.relative_error
-            # NaN, which compares with nothing, counts as the worst.
+            # A NaN, which compares with nothing, counts as the worst.
             return self._is_negligible(row), -math.inf if math.isnan(error) else -error
 
         return sorted(rows, key=order)
@@ -251,10 +253,11 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
     """Returns the cotangents of results whose means are added up and multiplied by a scale.
 
     Args:
-      has_aux: whether it is a pair, of which the first alone counts.
+      has_aux: whether the results are a pair, of which only the first counts.
 
     Raises: as `compare`.
-    Warns of a result whose dtype has no number as large: its cotangent is infinite, as in training.
+    Warns: if the dtype of a result has no number as large as its cotangent, which is infinite then,
+      as in training.
     """
 
     def of(path: Any, x: Any) -> Any:
@@ -263,7 +266,7 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
             number, name = math.inf, path_string(path)
             warnings.warn(
                 f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
-                f"no number as large as the scale {scale:g}: its gradients are infinite, as in a "
+                f"no number as large as the scale {scale:g}: its gradients are infinite, as in "
                 "training with this scale. Widen what the loss is computed from "
                 "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
                 PrecisionWarning,
@@ -280,8 +283,8 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
     if is_pair and jax.tree.leaves(results)[0] is results[0] and np.ndim(results[0]) == 0:
         raise TypeError(
             "compare got a pair of a scalar and something else, whose means it would add up. If "
-            "they are (loss, aux), write has_aux=True, which differentiates the loss alone. "
-            "Otherwise return them in a dictionary, or one of them by lambda *args: fun(*args)[0]."
+            "they are (loss, aux), write has_aux=True, which differentiates only the loss. "
+            "Otherwise return them in a dictionary, or one: lambda *args: fun(*args)[0]."
         )
     return jax.tree_util.tree_map_with_path(of, results)
 
@@ -289,11 +292,11 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
 def comparison_of(
     policy: str | Policy, scale: float, found: Results, expected: Results
 ) -> Comparison:
-    """Returns what `compare` does, of results and gradients that were computed already.
+    """Returns the `Comparison` of results and gradients that were computed already.
 
     Args:
-      found: the policy's, whose gradients are multiplied by `scale`.
-      expected: the reference's.
+      found: the results of the policy, with gradients that are multiplied by `scale`.
+      expected: the results of the reference.
     """
     divisors = {"result": 1.0, "gradient": float(scale)}
     rows = [
@@ -307,7 +310,7 @@ def comparison_of(
 def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float) -> Difference:
     """Returns the error of `a / divisor` against `b`; both may be of any dtype of numbers."""
     wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    with np.errstate(invalid="ignore"):  # a complex infinity by a real number is NaN to NumPy
+    with np.errstate(invalid="ignore"):  # NumPy makes NaN of a complex infinity over a real number
         a = a.astype(wide).ravel() / divisor
     b = b.astype(wide).ravel()
     is_finite, is_reference_finite = np.isfinite(a), np.isfinite(b)
@@ -339,7 +342,7 @@ def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
         elements=sum(of("elements")),
         nonfinite=sum(of("nonfinite")),
         reference_nonfinite=sum(of("reference_nonfinite")),
-        # NumPy keeps a NaN beside an infinity, which Python's own functions pass over.
+        # NumPy keeps a NaN beside an infinity; Python's own functions pass over it.
         error_norm=float(np.linalg.norm(of("error_norm"))),
         reference_norm=math.hypot(*of("reference_norm")),
         largest_error=float(np.max(of("largest_error"))),

@@ -1,12 +1,12 @@
 """`gradient_report`: between which powers of two the numbers of a training step lie.
 
-Products, reductions and exponentials are followed by a *tap*: the identity, whose backward pass
-hands the cotangent on and gives the counts of both, value and cotangent, as the gradient of a
-*probe*, an argument of zeros. Turns of loops, the branch that is taken, remat, jit and shardings
-then come out right by themselves, because gradients with respect to one argument add up.
+A *tap* follows each product, reduction and exponential. It is the identity; its backward pass hands
+the cotangent on, and returns the counts of value and cotangent as the gradient of a *probe*, an
+argument of zeros. Gradients with respect to one argument add up. So JAX itself adds up the turns of
+loops and takes the branch that runs, and remat, jit and shardings need no code here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +16,17 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
-from jmp._messages import described
-from jmp.autocasting import autocast
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._wide_gradients import as_if_differentiated
-from jmp.diagnostics._arguments import asked_function, split_arguments
-from jmp.diagnostics._range_report import RangeReport
-from jmp.diagnostics._ranges import FLOAT8, FLOAT8_PRODUCT, Range, exponent_of, exponents, row_of
+from jmp.diagnostics._arguments import asked_function, autocast_if_asked, split_arguments
+from jmp.diagnostics._ranges import (
+    FLOAT8,
+    FLOAT8_PRODUCT,
+    RangeReport,
+    exponent_of,
+    exponents,
+    row_of,
+)
 from jmp.diagnostics._rows import kind_of_row
 from jmp.diagnostics._walk import REPLAYED_INSIDE, Replayed, replay, users_line
 from jmp.dtypes import is_half
@@ -33,7 +37,8 @@ from jmp.trees import as_jax_array
 
 
 class Tapped(NamedTuple):
-    """What taps are merged by: an operation on a source line of a module."""
+    """The place of a tap: an operation on a source line of a module. Taps of one place are
+    merged."""
 
     path: str
     operation: str
@@ -43,7 +48,7 @@ class Tapped(NamedTuple):
 
 BYTES = 4  # of an int32
 
-Position = tuple[int, ...]  # of an equation, then that of one of its results
+Position = tuple[int, ...]  # indices of an equation, then of its result
 TapPlaces = dict[Position, Tapped]
 Tap = Callable[[Position, Tapped, Any], Any]  # (position, place, value) -> value
 
@@ -66,15 +71,15 @@ def gradient_report(
 
     Args:
       loss_fn: any function that JAX can trace and differentiate, returning a real floating scalar.
-      policy: measure `jmp.autocast(loss_fn, policy)`, and of its activations those that are stored
-        in half: what a half type *does* lose. Left out, `loss_fn` is measured as it is: in float32
-        that is what a half type *would* lose.
+      policy: measures `jmp.autocast(loss_fn, policy)`, and the activations that it stores in half:
+        this is what a half type *does* lose. Without a policy `loss_fn` is measured as it is: in
+        float32 this is what a half type *would* lose.
       scale: a loss scale, a power of two. The float32 loss is multiplied by it.
-      argnums, has_aux: as in `jax.value_and_grad`. All floating leaves of those arguments are
-        differentiated; others (integers, keys) may stand among them.
-      options: those of `jmp.autocast`.
+      argnums, has_aux: as in `jax.value_and_grad`. All floating leaves of these arguments are
+        differentiated; they may have other leaves too (integers, keys).
+      options: further options of `jmp.autocast`; they need a policy.
 
-    Returns: a function that returns a `RangeReport`. Its counts are exact where no tensor has 2**31
+    Returns: a function that returns a `RangeReport`. Its counts are exact if no tensor has 2**31
       elements and no line of a module runs 2**16 times.
 
     Raises: ValueError for a scale that is no power of two, or arguments without a floating array to
@@ -94,16 +99,9 @@ def gradient_report(
     call = "gradient_report(loss_fn, policy)(*args)"
     loss_fn = asked_function("gradient_report", call, loss_fn, early, policy)
     exponent_of(scale)  # refuses what is no power of two
-    half = None
-    if policy is not None:
-        compute_dtype = np.dtype(get_policy(policy).compute_dtype)
-        half = compute_dtype if is_half(compute_dtype) else None
-        loss_fn = autocast(loss_fn, policy, **options)
-    elif options:
-        raise TypeError(
-            f"gradient_report got {described(sorted(options))}, options of autocast, but no "
-            "policy; expected one too: gradient_report(loss_fn, 'mixed_float16', ...)."
-        )
+    compute_dtype = np.dtype(np.float32 if policy is None else get_policy(policy).compute_dtype)
+    half = compute_dtype if is_half(compute_dtype) else None
+    loss_fn = autocast_if_asked("gradient_report", loss_fn, policy, options)
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
@@ -119,23 +117,21 @@ def gradient_report(
             closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         step, probes = counting_step(closed, arrays, list(paths), half)
         own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
-        rows: list[Range] = []
+        rows = []
         for role, counts, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
             for (i, path), counted in zip(paths.items(), counts, strict=True):
                 rows.append(row_of(role, path, str(arrays[i].dtype), counted, scale=in_them))
-        rows += _rows_of_activations({place: from_bytes(sums[place]) for place in probes}, scale)
+        both = {place: from_bytes(sums[place]) for place in probes}  # a value, and its cotangent
+        for index, (role, in_them) in enumerate(
+            (("activation", 1.0), ("activation gradient", scale))
+        ):
+            for (path, operation, source, dtype), counts in both.items():
+                where = {"scale": in_them, "operation": operation, "source": source}
+                if counts[index].any():  # else no gradient reaches it
+                    rows.append(row_of(role, path, dtype, counts[index], **where))
         return RangeReport(tuple(rows), str(half or "float16"))
 
     return report
-
-
-def _rows_of_activations(counts: dict[Tapped, np.ndarray], scale: float) -> Iterator[Range]:
-    """Yields rows of what was counted by place: of the values, then of their cotangents."""
-    for index, (role, in_them) in enumerate((("activation", 1.0), ("activation gradient", scale))):
-        for (path, operation, source, dtype), both in counts.items():
-            where = {"scale": in_them, "operation": operation, "source": source}
-            if both[index].any():  # else no gradient reaches it
-                yield row_of(role, path, dtype, both[index], **where)
 
 
 def counting_step(
@@ -143,8 +139,9 @@ def counting_step(
 ) -> tuple[Callable[..., Any], dict[Tapped, jax.Array]]:
     """Returns the step that counts, a function of (arrays, probes), and the probes.
 
-    It returns the counts of parameters, which are the arrays at `positions`, those of their
-    gradients, and sums of bytes by place: of activations that are stored in `dtype`; None for all.
+    It returns the counts of parameters, which are the arrays at `positions`, the counts of their
+    gradients, and sums of bytes by place, for activations that are stored in `dtype`, or for all if
+    it is None.
     """
     places = _places(closed, arrays, positions, dtype)
     probes = {}  # zeros, one for each byte of what a tap counts: of a value and of its cotangent
@@ -187,8 +184,8 @@ _tap.defvjp(_forward, _backward)
 def bytes_of(counts: jax.Array) -> jax.Array:
     """Splits int32[...] counts into float32[..., BYTES] bytes, the lowest first.
 
-    What a gradient adds up is float32, exact to 2**24: so many bytes are exact when added up over
-    2**16 turns of a loop, where the counts themselves would be so over one.
+    A gradient adds up in float32, which is exact to 2**24. Bytes may be added up 2**16 times before
+    that, over as many turns of a loop; the counts themselves could exceed it in one turn.
     """
     return lax.bitcast_convert_type(counts.astype(np.int32), np.uint8).astype(np.float32)
 
@@ -199,10 +196,11 @@ def from_bytes(sums: np.ndarray) -> np.ndarray:
 
 
 def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
-    """Returns the loss with taps behind what precision reports have rows of, stored in `dtype`.
+    """Returns the loss with a tap behind each operation that has a row in precision reports.
 
-    What is bound as a whole (a custom derivative, a kernel, shard_map) is tapped at its outputs if
-    such an operation stands inside.
+    Equations that are bound as a whole (a custom derivative, a kernel, shard_map) are tapped at
+    their outputs if such an operation is inside. Only results that are stored in `dtype` are
+    tapped.
     """
 
     def on_results(replayed: Replayed, results: list[Any]) -> list[Any]:
@@ -226,10 +224,10 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
 
 
 def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) -> TapPlaces:
-    """Returns where the values are that depend on the parameters, in the program's order.
+    """Returns the places of values that depend on the parameters, in the program's order.
 
-    A tap makes all behind it depend on its probe. Anywhere else it would send a backward pass
-    where there is none, and where there may be none, as through a while loop.
+    A tap makes everything behind it depend on its probe. At any other value it would add a backward
+    pass that the program does not have, or cannot have, as through a while loop.
     """
     order: TapPlaces = {}
     found = set()
@@ -240,7 +238,7 @@ def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) ->
             return value
 
         @look.defjvp
-        def rule(primals: Any, tangents: Any) -> Any:  # called where there is a tangent
+        def rule(primals: Any, tangents: Any) -> Any:  # called if there is a tangent
             found.add(position)
             return primals[0], tangents[0]
 

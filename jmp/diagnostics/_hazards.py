@@ -1,4 +1,4 @@
-"""Hazards of a precision report: sentences to act upon. None is the rule."""
+"""Hazards of a precision report: sentences that ask the user to act. Most programs have none."""
 
 import collections
 from collections.abc import Iterable
@@ -15,24 +15,24 @@ from jmp.diagnostics._rows import Row, product_of
 from jmp.diagnostics._tables import size
 from jmp.diagnostics._walk import path_of, place_name, source_line
 
-# Float32 products that the user asked for, or that are none of a network.
+# Reasons of float32 products that the user asked for, or that belong to no network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
 
 # Tensor cores read 16 bytes at a time: eight half numbers, or sixteen in float8.
 MULTIPLES = {**dict.fromkeys(HALVES, 8), FLOAT8: 16}
-# Products below that are over before their launch is, whatever their sizes.
+# Smaller products take less time than their launch, whatever their sizes.
 LEAST_COUNTED = 10**6  # floating-point operations
 # Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
 FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
-# Sizes that this share of all floating-point operations has are worth a sentence, and so are
-# products with all digits.
+# Sizes, and products with all digits, need at least this share of all floating-point operations for
+# a sentence.
 SHARE = 0.01
-# Caches below so many bytes cost less than a sentence.
+# Smaller caches, in bytes, have no sentence.
 LEAST_CACHE = 10**6
 
 
 def delicate_in_half(rows: list[Row]) -> list[str]:
-    """Returns a sentence for each sum or exponential in half and each product that is not."""
+    """Returns a sentence for each sum or exponential in half, and for each product in float32."""
     found = []
     for row in rows:
         place = f"{row.operation} at {place_name(row.source, row.module)}"
@@ -53,7 +53,8 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
 def dear_in_float32(rows: list[Row]) -> list[str]:
     """Returns a sentence on the products that autocast binds with the highest precision.
 
-    No tensor core multiplies them. Where the user, or the product, named a precision, it is known.
+    No tensor core multiplies them. A precision that the user or the product names gives no
+    sentence.
     """
     products = [row for row in rows if row.kind == "product"]
     total = sum(row.flops for row in products)
@@ -72,18 +73,27 @@ def dear_in_float32(rows: list[Row]) -> list[str]:
     ]
 
 
-def rounded_arguments(rounded: Iterable[Node], half: str) -> list[str]:
-    """Returns a sentence for each half product whose result reaches a function that wraps."""
-    what = f"in {half}, and its result goes to a function that wraps, such as sin"
-    way_out = "Keep the product in float32 by a rule if its results are large"
-    return _of_half_products(rounded, half, what, way_out)
+def lost_digits(rounded: Iterable[Node], read: Iterable[Node], half: str) -> list[str]:
+    """Returns a sentence for each half product that loses digits which matter.
 
-
-def read_offsets(found: Iterable[Node], half: str) -> list[str]:
-    """Returns a sentence for each half product that reads numbers beside an offset."""
-    what = f"in {half} numbers to which a much larger one was added"
-    way_out = "Take it away before the product, or keep the product in float32 by a rule"
-    return _of_half_products(found, half, what, way_out)
+    Args:
+      rounded: products whose results reach a function that wraps.
+      read: products that read numbers beside an offset.
+    """
+    spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
+    results = (
+        f"in {half}, and its result goes to a function that wraps, such as sin: {half} knows 1000 "
+        f"to {spacing:g}. Keep the product in float32 by a rule if its results are large"
+    )
+    operands = (
+        f"in {half} numbers to which a much larger one was added: {half} knows 1000 to "
+        f"{spacing:g}. Take it away before the product, or keep the product in float32 by a rule"
+    )
+    return [
+        f"a product at {place} multiplies {what}"
+        for nodes, what in ((rounded, results), (read, operands))
+        for place in dict.fromkeys(map(_place, nodes))
+    ]
 
 
 def float32_caches(plan: Plan) -> list[str]:
@@ -96,7 +106,7 @@ def float32_caches(plan: Plan) -> list[str]:
     several = f"{len(caches)} arguments of {size(total)} together are caches in"
     one = f"an argument of {size(total)} is a cache in"
     return [
-        f"{several if len(caches) > 1 else one} float32, which half products alone read: arguments "
+        f"{several if len(caches) > 1 else one} float32, which only half products read: arguments "
         f"and results keep their dtype. Make it in {half} (jnp.zeros(shape, jnp.{half})) and "
         "pass that: half the bytes, and no casts"
     ]
@@ -112,8 +122,8 @@ def odd_sizes(operations: Iterable[Operation]) -> list[str]:
     an H200 with cuBLAS, 4096 x 4096 by 4096 x 4095 in float16 moves 2.3 times the bytes of its
     neighbour with 4096 columns.
 
-    Sizes that many places share make one sentence; the turns of scans count. Products with a
-    vector, grouped convolutions and ragged products are passed over: they use other kernels.
+    Places that share their sizes have one sentence; the turns of scans count. Products with a
+    vector, grouped convolutions and ragged products have none: they use other kernels.
     """
     total = 0
     found: dict[str, collections.Counter[str]] = {}
@@ -142,7 +152,7 @@ def odd_sizes(operations: Iterable[Operation]) -> list[str]:
 
 
 def no_float8(rows: list[Row]) -> list[str]:
-    """Returns why no product is float8, where the policy asks for it."""
+    """Returns why no product is float8, if the policy asks for float8 products."""
     lead = "; not float8: "
     reasons = collections.Counter(row.why.split(lead)[1] for row in rows if lead in row.why)
     if any(row.dtype_in == FLOAT8 for row in rows):
@@ -150,14 +160,6 @@ def no_float8(rows: list[Row]) -> list[str]:
     return [
         f"the policy asks for float8 products, and none is float8: {why}"
         for why, _ in reasons.most_common(1)
-    ]
-
-
-def _of_half_products(found: Iterable[Node], half: str, what: str, way_out: str) -> list[str]:
-    spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
-    return [
-        f"a product at {place} multiplies {what}: {half} knows 1000 to {spacing:g}. {way_out}"
-        for place in dict.fromkeys(map(_place, found))
     ]
 
 

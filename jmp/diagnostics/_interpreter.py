@@ -1,12 +1,12 @@
 """Runs a program operation by operation and finds what made each result non-finite.
 
-Each value is *checked*: known to be finite, infinite or NaN, with its *cause*, which is the
-operation that turned finite inputs into it, or the argument or constant that was given. Causes
-follow the data, so that an infinity that a `where` discards has none.
+Each value is *checked*: it is known to be finite, infinite or NaN. One that is not finite has a
+*cause*: the operation that turned finite inputs into it, or the argument or constant that was given
+so. Causes follow the data, so that an infinity that a `where` discards is no cause.
 
-Every operation runs by itself, so each result is rounded to its dtype before the next one reads it;
-inside a fusion XLA may keep more. What holds a program runs as a whole first, compiled: a loop, one
-turn of it, a shard_map. It is looked into only if it is the cause.
+Every operation runs separately, so each result is rounded to its dtype before the next operation
+reads it; inside a fusion XLA may keep more digits. A loop, a turn of it and a shard_map are
+compiled, and run as a whole first. Only if they are the cause are their operations run one by one.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
-from jax.extend.source_info_util import NameStack
 
 from jmp import _jax_compat
 from jmp.autocasting._emit import ISLAND
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._operations import is_product
+from jmp.autocasting._propagation import scope_of
 from jmp.diagnostics._walk import evaluate, literal, scopes_path, users_line
 
 # States.
@@ -35,7 +35,7 @@ FINITE, INFINITE, NAN = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What an operation read."""
+    """An operand of an operation: its type and the range of its elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    """Halves and float8 as float32, exactly: their subnormal numbers are normal there."""
+    """Returns halves and float8 as float32, exactly: their subnormal numbers are normal there."""
     return x.astype(np.float32) if x.dtype.itemsize <= 2 else x
 
 
@@ -107,14 +107,15 @@ def _wide(x: Any) -> Any:
 
 
 class Location(NamedTuple):
-    """Where an operation stands: the equations from the outermost level down, and what they are."""
+    """The place of an operation: the equations from the outermost level down, and labels of the
+    levels."""
 
     equations: tuple[core.JaxprEqn, ...] = ()
     inside: tuple[str, ...] = ()
 
     @property
     def equation(self) -> core.JaxprEqn:
-        """The innermost: the operation itself, or what holds this level."""
+        """The innermost equation: the operation itself, or the one that holds this level."""
         return self.equations[-1]
 
     def at(self, equation: core.JaxprEqn) -> "Location":
@@ -126,10 +127,9 @@ class Location(NamedTuple):
         return Location(self.equations, (*self.inside, label))
 
     @property
-    def stack(self) -> NameStack:
+    def stack(self) -> Any:
         """The name scopes of all levels."""
-        stacks = (equation.source_info.name_stack for equation in self.equations)
-        return sum(stacks, start=_jax_compat.empty_name_stack())
+        return scope_of(self.equations, _jax_compat.empty_name_stack())
 
     @property
     def module(self) -> str:
@@ -143,12 +143,12 @@ class Location(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The user's line; an equation that has none has that of the call."""
+        """The user's line: of the equation if it has one, else of the call."""
         return next(filter(None, map(users_line, reversed(self.equations))), "")
 
 
 class Cause(NamedTuple):
-    """What made a value non-finite."""
+    """The operation, argument or constant that made a value non-finite."""
 
     # In the order of execution; `math.inf` for an infinity that was given, which is the cause only
     # if there is no other.
@@ -185,14 +185,17 @@ Causes = list[Cause | None]
 
 
 def handed_on(
-    call: Call | None, inputs: Sequence[Checked], state: int, is_product: bool = False
+    call: Call | None, inputs: Sequence[Checked], state: int, is_product: bool
 ) -> Cause | None:
     """Returns the earliest cause that an operation hands on; None if it is the cause itself.
 
-    `state` is the worst of its results. `call` runs it again; None if that would have effects. With
-    the inputs of one cause left as they are and all others tamed it shows which counts: a `where`
-    reads one side. No mask is multiplied by weights, so an infinity that was given and that a
-    product reads is handed on.
+    To find which of several causes counts, it is run again with the inputs of one cause left as
+    they are and all others tamed: a `where` reads one side. No mask is multiplied by weights, so an
+    infinity that was given and that a product reads is handed on.
+
+    Args:
+      call: runs the operation again; None if that would have effects.
+      state: the worst of its results.
     """
     causes = {x.cause.order: x.cause for x in inputs if x.cause is not None}
     first = earliest(causes.values())
@@ -201,7 +204,8 @@ def handed_on(
     if first.may_be_meant:
         came_as_nan = any(state_of(x.value) == NAN for x in inputs if x.cause is first)
         makes_nan = state == NAN and not is_product  # inf - inf, or 0 * inf
-        # What is infinite also where nothing was given, as exp under a mask, is the cause itself.
+        # An operation that is infinite without the given infinities too, as exp under a mask may
+        # be, is the cause.
         if came_as_nan or (not makes_nan and is_finite_of(call, inputs)):
             return first
         return None
@@ -212,7 +216,8 @@ def handed_on(
 
 
 def is_finite_of(call: Call, inputs: Sequence[Checked], kept: float | None = None) -> bool:
-    """Returns whether results are finite with all inputs tamed that are not, but those of one."""
+    """Returns whether results are finite if all inputs are tamed, except those with the cause
+    `kept`."""
     values = (tamed(x.value) if x.cause and x.cause.order != kept else x.value for x in inputs)
     return not any(map(state_of, call(*values)))
 
@@ -225,18 +230,18 @@ def earliest(causes: Iterable[Cause | None]) -> Cause | None:
 # The interpreter.
 
 Look = Callable[[], Causes]
-Act = Callable[[list[Checked], Location], list[Checked]]
 
 
 class Interpreter:
     """Runs jaxprs operation by operation; see the module.
 
     Args:
-      follows_vanishing: whether loops whose results are finite are looked into, too.
+      follows_vanishing: whether it also looks into loops whose results are finite.
 
     Attributes:
       vanished: causes of infinities and NaN that an operation read and whose results are finite,
-        such as a division by infinity, and where that is; in the order of execution.
+        such as a division by infinity, each with the location of that operation, in the order of
+        execution.
     """
 
     def __init__(self, follows_vanishing: bool = False) -> None:
@@ -271,11 +276,18 @@ class Interpreter:
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
-        name = here.equation.primitive.name
-        named: dict[str, Act] = {"scan": self._scan, "cond": self._cond, "while": self._while}
-        named["shard_map"] = self._shard_map
-        other: Act = self._call if name in _jax_compat.CALLS else self._operation
-        return named.get(name, other)(inputs, here)
+        match here.equation.primitive.name:
+            case "scan":
+                return self._scan(inputs, here)
+            case "while":
+                return self._while(inputs, here)
+            case "cond":
+                return self._cond(inputs, here)
+            case "shard_map":
+                return self._shard_map(inputs, here)
+            case name if name in _jax_compat.CALLS:
+                return self._call(inputs, here)
+        return self._operation(inputs, here)
 
     def _operation(
         self,
@@ -284,45 +296,43 @@ class Interpreter:
         look: Look | None = None,
         call: Call | None = None,
     ) -> list[Checked]:
-        """Runs an equation by `call`, and finds what made its results non-finite.
+        """Runs an equation with `call`, and finds what made its results non-finite.
 
-        Values are those of the whole: what it gave is what is read next. `look` finds the causes
-        of its results inside; it says whether the cause is inside.
+        That is the earliest of: an operation inside, which `look` finds if a program stands inside;
+        the cause of an input, which the equation hands on; the equation itself. `look` returns the
+        cause of each result. The values of the whole equation are kept: the next equations read
+        them.
         """
         equation = here.equation
         call = call or _call_of(equation)
         results = call(*(x.value for x in inputs))
         states = list(map(state_of, results))
-        causes: Causes = [None] * len(results)
+        came = earliest(x.cause for x in inputs if x.cause and not x.cause.may_be_meant)
         if not any(states):
-            self._note_vanished(inputs, results, here, look)
-        elif look is not None:
-            cause = earliest(x.cause for x in inputs)
-            if cause is None or cause.may_be_meant or not is_finite_of(call, inputs):
-                causes = look()
+            # A comparison is no end: `jnp.isfinite` asks about an infinity.
+            if came is not None and any(map(has_floats, results)):
+                self.vanished.append((came, here))
+            elif look is not None and self._follows_vanishing:
+                look()
+            return list(map(Checked, results))
+
+        causes: Causes = [None] * len(results)
+        if look is not None and (came is None or not is_finite_of(call, inputs)):
+            causes = look()
         if any(state and cause is None for state, cause in zip(states, causes, strict=True)):
             rerun = None if equation.effects and look is None else call
             outer = handed_on(rerun, inputs, max(states), is_product(equation))
             if outer is None:
                 is_whole = look is not None or _holds_a_program(equation)
-                outer = self._cause(inputs, max(states), here, is_whole)
+                outer = self._made(inputs, max(states), here, is_whole)
             causes = [cause or outer for cause in causes]
         return [
             Checked(result, cause if state else None)
             for result, state, cause in zip(results, states, causes, strict=True)
         ]
 
-    def _note_vanished(
-        self, inputs: list[Checked], results: list[Any], here: Location, look: Look | None
-    ) -> None:
-        cause = earliest(x.cause for x in inputs)
-        # A comparison is no end: `jnp.isfinite` asks about an infinity.
-        if cause is not None and not cause.may_be_meant and any(map(has_floats, results)):
-            self.vanished.append((cause, here))
-        elif look is not None and self._follows_vanishing:
-            look()
-
-    def _cause(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
+    def _made(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
+        """Returns this equation as a cause."""
         result: Any = next(v.aval for v in here.equation.outvars if has_floats(v.aval))
         read = tuple(operand(x.value) for x in inputs if has_floats(x.value))
         order, kind = next(self._order), "whole" if is_whole else "operation"
@@ -337,7 +347,7 @@ class Interpreter:
         if _jax_compat.is_jit(equation):
             name = f"jit {_jax_compat.called_name(equation)}"
         elif name in _jax_compat.REMAT:
-            # One that autocast put in, of which the user's program says nothing, has no name here.
+            # A remat that autocast put in has no name here: the user's program does not have it.
             is_autocasts = _jax_compat.traced_name(_jax_compat.called(equation.params)) == ISLAND
             name = "" if is_autocasts else "remat"
         inner = here.within(name) if name else here
@@ -391,7 +401,7 @@ class Interpreter:
 
         def look() -> Causes:
             carry, turn = first, 0
-            if goes_on(carry).size > 1:  # under vmap and shard_map each one stops by itself
+            if goes_on(carry).size > 1:  # under vmap and shard_map each one stops when it is done
                 return [None] * len(carry)
             while goes_on(carry).item():
                 inner = here.within(f"while, iteration {turn}")
@@ -429,7 +439,7 @@ class Interpreter:
 
 
 def _holds_a_program(equation: JaxprEqn) -> bool:
-    """Returns whether a program stands inside. A scatter's operator is none: it takes scalars."""
+    """Returns whether a program is inside. The operator of a scatter is none: it takes scalars."""
     inner = _jax_compat.inner_jaxprs(equation)
     takes_arrays = any(getattr(v.aval, "shape", ()) for jaxpr in inner for v in jaxpr.invars)
     return takes_arrays or has_kind(equation.primitive.name)

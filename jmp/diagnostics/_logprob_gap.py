@@ -1,4 +1,4 @@
-"""`logprob_gap`: how far the log-probabilities of two programs for the same tokens lie apart.
+"""`logprob_gap`: the distance between the log-probabilities that two programs give the same tokens.
 
 One program scores whole sequences at once, as in training and in prefill; the other generates one
 token at a time, with a cache. Both compute the same function, and round in different places.
@@ -30,8 +30,8 @@ def logprob_gap(
 
     Args:
       trained, sampled: functions of arrays, or of any pytrees.
-      where: which tokens count, booleans of that shape; left out, all. Leave out paddings, and what
-        comes after the end of a text.
+      where: booleans of that shape that say which tokens count; by default all. Paddings, and
+        tokens after the end of a text, should not.
 
     Returns: a function of their arguments that returns a `LogprobGap`.
 
@@ -68,12 +68,12 @@ def logprob_gap(
 class LogprobGap(Report):
     """What `logprob_gap` found; `print` shows it, `to_dict` gives the data. Natural logarithms.
 
-    A token that has minus infinity in both has no gap; one that is not finite in one of them, or
-    NaN, is counted in `nonfinite` and is no part of the rest.
+    A token that has minus infinity in both has no gap; a token that is not finite in one of them,
+    or NaN, is counted in `nonfinite` and is no part of the other numbers.
 
     Attributes:
-      tokens: how many count.
-      nonfinite: of how many the gap is not finite.
+      tokens: how many tokens count.
+      nonfinite: how many of them have a gap that is not finite.
       mean, maximum: of |log p - log q|.
       quantiles: of |log p - log q|, by their share: 0.5, 0.9, 0.99.
       place: the index of the token of the largest gap.
@@ -120,8 +120,8 @@ def _scores(found: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     if dtype is None or not jnp.issubdtype(dtype, np.floating):
         expected = "an array of log-probabilities, one floating number a token"
         raise TypeError(
-            f"logprob_gap got {described(found)} from a function; expected {expected}. Of several "
-            "results name the one that is meant: lambda *args: fun(*args)[0]."
+            f"logprob_gap got {described(found)} from a function; expected {expected}. If "
+            "it returns several, choose one: lambda *args: fun(*args)[0]."
         )
     return np.asarray(found).astype(np.float64)
 

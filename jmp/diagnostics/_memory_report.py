@@ -1,22 +1,36 @@
-"""`memory_report`: what training holds in memory, and for what.
+"""`memory_report`: how many bytes training holds in memory, and for which arrays.
 
 It counts one step as a function of flat arrays: its state from shapes, its activations from the
-residuals of a linearisation (`_residuals`). XLA's own figures are those of the compiled step.
+residuals of a linearisation. XLA's own figures are of the compiled step.
+
+`jax.vjp` returns a function whose leaves are the arrays that it holds, the residuals. In a trace,
+each of them is a variable of a jaxpr: an argument, which is there anyway, or the result of an
+equation, which is kept only for the backward pass. So the bytes are exact, and each array can be
+followed to the equation that made it, into jits, loops, branches and rematerialised regions.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import optax
+from jax.extend.core import JaxprEqn, Literal
 
+from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import listed, wrong
-from jmp.autocasting import autocast
-from jmp.diagnostics._arguments import asked_function, split_arguments, trained_parameters
-from jmp.diagnostics._residuals import Residual, residuals
+from jmp._messages import wrong
+from jmp.autocasting._numbers import shape_of, size_of
+from jmp.autocasting._propagation import Propagation, WayInside
+from jmp.diagnostics._arguments import (
+    asked_function,
+    autocast_if_asked,
+    split_arguments,
+    trained_parameters,
+)
 from jmp.diagnostics._tables import Report, first_rows, size, table, totals
+from jmp.diagnostics._walk import path_of, users_line
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
 from jmp.trees import PyTree, is_array
@@ -38,8 +52,9 @@ def memory_report(
 ) -> Callable[..., "MemoryReport"]:
     """Returns a function that counts what a training step of `fun` holds, in bytes.
 
-    Called with `fun`'s arguments it counts state, gradients and activations. Activations are those
-    that the linearisation of `fun` keeps for its backward pass, exactly; see `Residual`. Nothing is
+    Called with `fun`'s arguments it counts state, gradients and activations. Activations are the
+    arrays that the linearisation of `fun` keeps for its backward pass, exactly; see `Residual`.
+    Nothing is
     run: `jax.ShapeDtypeStruct` may stand for arrays.
 
     Args:
@@ -50,7 +65,7 @@ def memory_report(
       has_aux: whether `fun` returns a pair, of which the first is differentiated.
       compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
         device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
-      options: those of `jmp.autocast`, such as `rules`; they need a policy.
+      options: further options of `jmp.autocast`, such as `rules`; they need a policy.
 
     Returns: a function of `fun`'s arguments that returns a `MemoryReport`. Arguments that are no
       arrays reach `fun` as they are.
@@ -75,13 +90,7 @@ def memory_report(
     if not (optimizer is None or hasattr(optimizer, "init")):
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
-    if policy is not None:
-        function = autocast(function, policy, **options)
-    elif options:
-        raise TypeError(
-            f"memory_report got {listed(sorted(options))} without a policy; expected {call}, which "
-            "has the options of autocast."
-        )
+    function = autocast_if_asked("memory_report", function, policy, options)
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
         args, kwargs = split_arguments(*args, **kwargs)
@@ -120,6 +129,41 @@ def memory_report(
 
 
 @dataclasses.dataclass(frozen=True)
+class Residual:
+    """An array kept for the backward pass, or several that agree in everything but their number.
+
+    Attributes:
+      module: path of modules or name scopes, "" at the top.
+      source: "file:line" of the user's code.
+      operation: the primitive that made it; "literal" for a number in the program, and "argument"
+        for a second copy of an argument.
+      dtype, shape: of one array; a loop keeps the values of all iterations in one array.
+      of_parameters: whether it is computed only from parameters, as their half copies are, so that
+        it does not grow with the batch.
+      times: how many there are.
+      bytes: the bytes of all of them together.
+
+    >>> row = Residual("mlp", "model.py:7", "tanh", "float16", (8, 4), False, times=3, bytes=192)
+    >>> row.numbers
+    96
+    """
+
+    module: str
+    source: str
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    of_parameters: bool
+    times: int
+    bytes: int
+
+    @property
+    def numbers(self) -> int:
+        """The number of elements of all of them together."""
+        return self.times * size_of(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryReport(Report):
     """What `memory_report` counted; `print` shows it, `to_dict` gives the data. 1 MB is 10^6 bytes.
 
@@ -127,9 +171,9 @@ class MemoryReport(Report):
       parameters: the number of elements of all parameters, P.
       parameter_bytes, gradient_bytes: by dtype; a gradient has its parameter's dtype.
       optimizer_bytes: the optimizer's state by dtype, float32 masters included.
-      residuals: what is kept for the backward pass, in rows that add up exactly.
+      residuals: the arrays that are kept for the backward pass, in rows that add up exactly.
       xla_temp_bytes: what XLA's compiled value and gradient holds besides arguments and results;
-        None where it was not compiled, or its backend does not say.
+        None if it was not compiled, or if the backend does not say.
       xla_peak_bytes: arguments, results and temp together.
 
     >>> loss = lambda w, x: jnp.sum(jnp.sin(x * w))
@@ -162,7 +206,7 @@ class MemoryReport(Report):
 
     @property
     def copy_bytes(self) -> BytesByDtype:
-        """Bytes kept that are computed from parameters alone, such as half copies, by dtype."""
+        """Bytes kept that are computed only from parameters, such as half copies, by dtype."""
         return _bytes_of(row for row in self.residuals if row.of_parameters)
 
     @property
@@ -172,7 +216,7 @@ class MemoryReport(Report):
 
     @property
     def residual_bytes_by_module(self) -> dict[str, BytesByDtype]:
-        """`residual_bytes` by module, or by source line where no name scope is open, and dtype."""
+        """`residual_bytes` by module, or by source line if no name scope is open, and dtype."""
         rows: dict[str, list[Residual]] = {}
         for row in self.residuals:
             rows.setdefault(row.module or row.source, []).append(row)
@@ -211,7 +255,7 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
     Args:
       reports: what `memory_report` returned, by the names of the columns.
 
-    Raises: TypeError for anything but reports by name.
+    Raises: TypeError for anything other than reports by name.
 
     >>> from jmp.diagnostics import memory_report
     >>> def loss(w, x):
@@ -268,3 +312,109 @@ def _sizes(tree: PyTree) -> BytesByDtype:
 
 def _bytes_of(rows: Iterable[Residual]) -> BytesByDtype:
     return dict(sorted(totals((row.dtype, row.bytes) for row in rows).items()))
+
+
+# The residuals of a linearisation.
+
+
+class Provenance(NamedTuple):
+    """Where a value comes from."""
+
+    module: str = ""
+    source: str = ""
+    operation: str = "literal"
+    made_of: frozenset[str] = frozenset()  # "parameters", "data", both or neither
+    depth: int = 0  # how many equations are around the one that made it
+
+    def also_of(self, others: Iterable["Provenance"]) -> "Provenance":
+        """Returns the provenance of a value that was computed from others, too."""
+        return self._replace(made_of=self.made_of.union(*(other.made_of for other in others)))
+
+
+LITERAL = Provenance()
+# A branch fills in something for a residual of another platform: XLA keeps no room for it.
+ELSEWHERE = Provenance(operation="platform")
+FOLLOWED = {*_jax_compat.CALLS, "scan", "cond"}
+
+
+def residuals(
+    function: Callable[..., Any], arguments: Sequence[Any], parameters: Iterable[int]
+) -> list[Residual]:
+    """Returns what `jax.vjp` of `function` keeps, besides arguments and closed-over arrays.
+
+    The function returns a pair, of which the first is differentiated, with respect to the arguments
+    at the positions `parameters`. `jax.ShapeDtypeStruct` may stand for arrays.
+    """
+    positions = list(parameters)
+
+    def leaves(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(vjp_at(function, arrays, positions, has_aux=True)[1])
+
+    jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
+    names = ["parameters" if i in positions else "data" for i in range(len(jaxpr.invars))]
+    inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]
+    held = {*jaxpr.invars, *jaxpr.constvars}
+    found: collections.Counter[Residual] = collections.Counter()
+    for atom, made in zip(jaxpr.outvars, PROVENANCES.through(jaxpr, inputs), strict=True):
+        is_given = bool(shape_of(atom)) if isinstance(atom, Literal) else atom in held
+        if is_given:
+            continue  # an argument, or an array that the function closes over
+        if made != ELSEWHERE:
+            dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
+            is_copy = made.made_of == {"parameters"}
+            held_bytes = size_of(shape) * dtype.itemsize
+            place = made.module, made.source, made.operation
+            found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=held_bytes)] += 1
+    return [
+        dataclasses.replace(row, times=times, bytes=times * row.bytes)
+        for row, times in found.items()
+    ]
+
+
+def _of_results(
+    equation: JaxprEqn,
+    around: tuple[JaxprEqn, ...],
+    operands: list[Provenance],
+    inside: WayInside[Provenance],
+) -> Sequence[Provenance]:
+    """Returns the provenance of each result: an equation inside, if there is one."""
+    name = equation.primitive.name
+    if (branch := _branch_here(equation)) is not None:
+        return PROVENANCES.through(branch, operands[1:], (*around, equation))
+    # The index of a platform is known when the program is compiled.
+    is_filling = name.startswith(("empty", "platform_index"))
+    if is_filling or (operands and all(operand == ELSEWHERE for operand in operands)):
+        return [ELSEWHERE] * len(equation.outvars)
+    if name in FOLLOWED and (found := inside()):
+        return found
+    module, source = path_of(equation, around), users_line(equation, around)
+    if not (module or source):
+        # Such as a cast of ours, which has the place of its operand.
+        near = next((operand for operand in operands if operand.module or operand.source), LITERAL)
+        module, source = near.module, near.source
+    made = Provenance(module, source, name, depth=len(around)).also_of(operands)
+    return [made] * len(equation.outvars)
+
+
+def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Provenance:
+    """Returns the provenance of a value that is one of several: see `Join` of `_propagation`."""
+    if deciding:
+        # A branch fills in values that it does not keep, which are computed from nothing.
+        chosen = next((choice for choice in choices if choice.made_of), choices[0])
+    else:
+        # The turn before made the carries of a loop; among equal depths any order would do.
+        chosen = max(
+            choices, key=lambda made: (made.depth, made.module, made.source, made.operation)
+        )
+    return chosen.also_of((*choices, *deciding))
+
+
+PROVENANCES = Propagation(_of_results, _one_of, lambda _: LITERAL)
+
+
+def _branch_here(equation: JaxprEqn) -> Any:
+    """Returns the branch of `lax.platform_dependent` that runs here; None for what is no such."""
+    here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    platforms = equation.params.get("branches_platforms") or ()
+    pairs = zip(platforms, _jax_compat.inner_jaxprs(equation), strict=False)
+    return next((branch for names, branch in pairs if names is None or here in names), None)

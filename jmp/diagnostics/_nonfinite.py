@@ -1,4 +1,4 @@
-"""`find_nonfinite`: what made the NaN, and what to do about it.
+"""`find_nonfinite`: which operation made the NaN, and what to do about it.
 
 `_interpreter` finds the cause; `cure_for` says in words what to do.
 """
@@ -35,21 +35,21 @@ def find_nonfinite(
     -inf - (-inf) makes a NaN, the subtraction is found.
 
     Each operation runs alone, so each result is rounded to its dtype. XLA may fuse several and keep
-    more digits and range between them: in rare cases what overflows here does not overflow there.
-    See docs/nonfinite.md.
+    more digits and range between them, so that in rare cases an operation overflows only here. See
+    docs/nonfinite.md.
 
-    An infinity may also vanish on the way: a quotient by it is zero, and so may be every gradient
-    behind. Where results are wrong and finite, ask with `vanished=True`.
+    An infinity may also vanish on the way: a number over infinity is zero, and so may be every
+    gradient behind it. If results are wrong and finite, ask with `vanished=True`.
 
     Args:
-      fun: any function that JAX can trace, such as `jax.grad(loss)`: what is asked about is its
-        result. Arguments that are not arrays reach it as they are.
-      vanished: whether to name, where all results are finite, the first infinity or NaN that was
-        made on the way and did not reach them: divided away, or not chosen by `jnp.where`, as in
-        many functions that are right.
+      fun: any function that JAX can trace, such as `jax.grad(loss)`. Arguments that are not arrays
+        reach it as they are.
+      vanished: whether to name, if all results are finite, the first infinity or NaN that was made
+        on the way and did not reach them, because a division or `jnp.where` removed it. Many
+        correct functions make such infinities.
 
-    Returns: a function that returns a `NonFinite`, or None if all results are finite, and with
-      `vanished` all that they are made of.
+    Returns: a function that returns a `NonFinite`; or None if all results are finite, and with
+      `vanished` all intermediate values too.
 
     Raises: TypeError if `fun` is no function, or its arguments were given in the first call; when
       called, for arrays without numbers, such as under jit: call it outside of jit.
@@ -101,17 +101,17 @@ class NonFinite(Report):
     Attributes:
       operation: the primitive; "argument args[0]['w']" for an argument, "constant" for a number
         that is written in the program or closed over.
-      dtype: of its result.
+      dtype: the dtype of its result.
       became: "infinity" or "NaN".
-      direction: "forward" or "backward"; what `jax.checkpoint` computes again is forward.
+      direction: "forward" or "backward"; the part that `jax.checkpoint` computes again is forward.
       module: path of modules or name scopes, "" at the top.
       source: "file:line" of the user's code.
       inside: loops, branches and calls around it, outermost first: ("jit train_step", "scan,
         iteration 7"). Iterations count from zero along what is scanned over, also in reverse.
-      operands: what it read, the floating arrays alone.
+      operands: the floating arrays that it read.
       cure: what to do.
-      vanished: the primitive that read the infinity or NaN and returned finite numbers, where none
-        reached a result; "" where one did.
+      vanished: the primitive that read the infinity or NaN and returned finite numbers, if none
+        reached a result; else "".
 
     >>> found = find_nonfinite(lambda x: x * x)(jnp.full(2, 300, jnp.float16))
     >>> found.operation, found.dtype, found.became, found.direction
@@ -131,7 +131,7 @@ class NonFinite(Report):
 
     @classmethod
     def of(cls, cause: Cause, vanished: str = "") -> "NonFinite":
-        """Returns what there is to say of a cause."""
+        """Returns the report of a cause."""
         what = {"argument": f"argument {cause.name}", "constant": "constant"}
         return cls(
             operation=what.get(cause.kind, cause.name),
@@ -182,7 +182,7 @@ def _range_of(operand: Operand) -> str:
     return ", ".join(found)
 
 
-# What is infinite or NaN where one operand is zero: the number of that operand.
+# Primitives that are infinite or NaN if one operand is zero, with the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}
 CURES_BY_KIND = {
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
@@ -190,7 +190,7 @@ CURES_BY_KIND = {
     "constant": "It is written in the program, or closed over, and reaches a result: look at this "
     "line.",
     "whole": "{name} is reported as a whole: the operations inside were not looked into, or stay "
-    "finite when each runs by itself. Look at the magnitudes that go in.",
+    "finite when each runs alone. Look at the magnitudes that go in.",
 }
 
 
@@ -254,8 +254,8 @@ def _cure_of_infinities(cause: Cause) -> str:
     return (
         f"It computes inf - inf, or 0 * inf, of infinities that {came_in}. If they are a mask: a "
         "softmax over a row that is masked throughout does this, so leave one entry in each row, "
-        "or mask with a finite number (jnp.finfo(dtype).min); choose by jnp.where instead of "
-        "multiplying with a mask."
+        "or mask with a finite number (jnp.finfo(dtype).min); choose with jnp.where instead of "
+        "multiplying by a mask."
     )
 
 
@@ -279,11 +279,13 @@ def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> str:
             "and never see the zero; else add an epsilon, or guard the operand with jnp.where."
         )
     smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
-    text = f"It divides by {smallest}.{flushed} Add an epsilon, or choose the divisor by jnp.where."
+    text = (
+        f"It divides by {smallest}.{flushed} Add an epsilon, or choose the divisor with jnp.where."
+    )
     if _jax_compat.is_differentiated(cause.location.stack):
         text += (
-            " If the line does not do this, its derivative does: that of a / b divides by b * b, "
-            "that of sqrt(x), and so of a norm, by sqrt(x)."
+            " If the line does not do this, its derivative does: the derivative of a / b "
+            "divides by b * b, the derivative of sqrt(x), and so of a norm, by sqrt(x)."
         )
     return text
 
@@ -300,7 +302,9 @@ def _keep_in_float32(cause: Cause) -> str:
     if AUTOCAST in _jax_compat.scope_names(cause.location.stack):
         scope = path_in_rules(cause.location.module)
         where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
-        return f' Keep it in float32: full=["{cause.name}"] in autocast, or this place by {where}.'
+        return (
+            f' Keep it in float32: full=["{cause.name}"] in autocast, or this place with {where}.'
+        )
     return (
         " Keep it in float32, as jmp.autocast of the float32 function does of all but products, or "
         "use bfloat16, which has float32's range."

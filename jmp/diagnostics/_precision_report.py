@@ -1,24 +1,27 @@
-"""`precision_report`: what an autocast program computes in which dtype, and why.
+"""`precision_report`: the operations of an autocast program, the dtype of each, and why.
 
-Printed, a report begins with its sums; then come the hazards, and the rows.
+A printed report has its sums first, then the hazards, then the rows. `assert_products_in`, for
+users' tests, checks the dtype of each product of any program.
 """
 
 import collections
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp import _jax_compat
-from jmp.autocasting._autocast import make_program
+from jmp._array_calls import ArrayCall
+from jmp._messages import function_name
 from jmp.autocasting._casts import cast
 from jmp.autocasting._operations import (
-    NoHalfProductWarning,
     decisions_of,
+    is_product,
     operations_of,
     read_offsets_of,
     rounded_arguments_of,
@@ -27,25 +30,30 @@ from jmp.autocasting._passes import target_of
 from jmp.autocasting._program import Traced
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
-from jmp.diagnostics._arguments import asked_function, split_arguments
+from jmp.diagnostics._arguments import (
+    asked_function,
+    half_program,
+    split_arguments,
+    without_warnings_of_plans,
+)
 from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
     float32_caches,
+    lost_digits,
     no_float8,
     odd_sizes,
-    read_offsets,
-    rounded_arguments,
 )
+from jmp.diagnostics._memory_report import residuals
 from jmp.diagnostics._ranges import FLOAT8, HALVES
-from jmp.diagnostics._residuals import residuals
 from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
 from jmp.diagnostics._tables import Report, size, table, totals
 from jmp.diagnostics._walk import place_name, with_places
+from jmp.dtypes import floating_dtype
 from jmp.policy import Policy, get_policy
-from jmp.rules import UnusedRuleWarning
 from jmp.trees import stands_for_numbers
 
+SHOWN = 8  # products in another dtype, in the error of `assert_products_in`
 COLUMNS = ("module", "dtype", "operations [why]", "GFLOP", "source")
 
 
@@ -58,14 +66,14 @@ def precision_report(
     stand for arrays.
 
     Args:
-      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: it has
-        nothing to report. The rows are those of `fun`, so of a loss those of the forward pass:
-        `assert_products_in(jax.grad(...), dtype)` checks the backward pass. Of nnx modules among
-        the arguments copies are traced; half arrays of Equinox modules count as float32 numbers, as
-        in `equinox.autocast`. What is autocast inside `fun` already, such as a model that
-        an adapter wrapped, is shown in its dtypes, without its reasons, and counts as without
-        autocast too: ask about the model before it is wrapped.
-      options: those of `jmp.autocast`, such as `rules=` by paths.
+      fun, policy: as for `jmp.autocast`. A policy that computes in float32 is refused: there is
+        nothing to report. The rows show `fun`, which is the forward pass if it is a loss:
+        `assert_products_in(jax.grad(...), dtype)` checks the backward pass. The report traces
+        copies of nnx modules among the arguments; half arrays of Equinox modules count as float32
+        numbers, as in `equinox.autocast`. A part of `fun` that is under autocast already, such as a
+        model that an adapter wrapped, is shown in its dtypes, without reasons, and counts in the
+        numbers without autocast too: ask about the model before it is wrapped.
+      options: further options of `jmp.autocast`, such as `rules=` with paths.
 
     Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
 
@@ -83,17 +91,10 @@ def precision_report(
     """
     call = "precision_report(fun, policy)(*args)"
     fun = asked_function("precision_report", call, fun, early, policy)
-    program = make_program(fun, policy, **options)
-    if program is None:
-        raise ValueError(
-            f"precision_report got the policy {get_policy(policy)}, which computes in float32: "
-            "autocast leaves the program as it is. Ask with 'mixed_float16' or 'mixed_bfloat16'."
-        )
+    program = half_program("precision_report", fun, policy, options)
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        with warnings.catch_warnings():
-            for told in (UnusedRuleWarning, NoHalfProductWarning):  # they are in the report
-                warnings.simplefilter("ignore", told)
+        with without_warnings_of_plans():
             traced = program.trace(*split_arguments(*args, **kwargs), stands_for_numbers)
             return _report(traced, str(get_policy(policy)))
 
@@ -108,21 +109,21 @@ class PrecisionReport(Report):
       compute_dtype: the half type.
       rows: products, reductions and exponentials, in the order of the program.
       casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
-        source) -> number`. XLA merges those of one value.
-      half_flops_share: share of the floating-point operations of products that are half or float8,
-        0 to 1; None where there is no product.
-      residual_bytes: bytes kept for the backward pass, by dtype, arguments not counted; None where
-        there is no reverse derivative. As JAX traces it: XLA may keep less.
+        source) -> number`. XLA merges casts of one value.
+      half_flops_share: share of half and float8 products in the floating-point operations of all
+        products, 0 to 1; None if there is no product.
+      residual_bytes: bytes that JAX keeps for the backward pass, by dtype, without the arguments;
+        None if there is no reverse derivative. XLA may keep less.
       residual_bytes_float32: the same for `fun` without autocast.
-      hazards: sentences that ask you to act, such as on a sum in half; usually empty. Modules that
-        repeat have one together.
+      hazards: sentences that ask you to act, such as on a sum in half; usually empty. Repeated
+        modules share a sentence.
       policy: the policy, as text.
-      platform: what it was planned for, "gpu" or "tpu"; see `platform=` of `jmp.autocast`.
-      decisions: what autocast does besides choosing dtypes, by place: leaner forms of equations,
-        and masks that are held within float16's range.
+      platform: the platform of the plan, "gpu" or "tpu"; see `platform=` of `jmp.autocast`.
+      decisions: what else autocast does, by place: forms of equations that move fewer bytes, and
+        masks that are held within float16's range.
 
-    Printed, modules that repeat stand in one row, and "(top)" stands for no module, or the
-    outermost; `table` has a row for each of `rows`.
+    `print` shows repeated modules in one row, and writes "(top)" for no module, or the outermost;
+    `table` has a line for each of `rows`.
 
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     >>> report = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x)
@@ -185,7 +186,7 @@ class PrecisionReport(Report):
         return super().to_dict() | {"casts": [dict(zip(names, x, strict=True)) for x in casts]}
 
     def table(self) -> str:
-        """Returns every row as text, and what their numbers of reasons mean."""
+        """Returns every row as text, and the reasons that the rows have by number."""
         return "\n".join([_table(self, [[row] for row in self.rows]), *_reasons(self.rows)])
 
     def __str__(self) -> str:
@@ -199,8 +200,8 @@ class PrecisionReport(Report):
         lines += ["", _table(self, by_place.values())]
         if len(rows) < len(self.rows):
             lines.append(
-                f"{len(self.rows)} rows, those of modules that repeat (*) and of one place "
-                "together, with the GFLOP of all; report.table() shows each row"
+                f"{len(self.rows)} rows; repeated modules (*) and one place share a row, with the "
+                "GFLOP of all. report.table() shows each row"
             )
         return "\n".join(lines)
 
@@ -208,7 +209,7 @@ class PrecisionReport(Report):
 def _report(traced: Traced, policy: str) -> PrecisionReport:
     plan = traced.plan
     lowered = functools.partial(traced.emit, *traced.constants)
-    arrays = [  # what `apply_to=` names is an argument in half
+    arrays = [  # arguments that `apply_to=` names are half
         x if x.dtype == dtype else jax.eval_shape(functools.partial(cast, dtype=dtype), x)
         for x, dtype in zip(traced.arrays, plan.reads[len(traced.constants) :], strict=True)
     ]
@@ -234,8 +235,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
         ),
         hazards=[
             *delicate_in_half(merged),
-            *rounded_arguments(rounded_arguments_of(steps), half),
-            *read_offsets(read_offsets_of(steps), half),
+            *lost_digits(rounded_arguments_of(steps), read_offsets_of(steps), half),
             *dear_in_float32(rows),
             *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
             *float32_caches(plan),
@@ -301,15 +301,14 @@ def _summary(report: PrecisionReport) -> Iterable[str]:
 
 
 def _reasons(rows: list[Row]) -> Iterable[str]:
-    """Yields for each dtype what is computed in it, and each reason with its number and count."""
-    numbers = _numbered_reasons(rows)
-    times = totals((_reason_of(row), row.times) for row in rows)
-    for dtype, reasons in itertools.groupby(numbers, lambda reason: reason[0]):
+    """Yields for each dtype its operations, and each reason with its number and count."""
+    numbered = enumerate(_times_of_reasons(rows).items(), 1)
+    for dtype, reasons in itertools.groupby(numbered, lambda item: item[1][0][0]):
         kinds = totals((row.kind, row.times) for row in rows if _reason_of(row)[0] == dtype)
         parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
         yield f"in {dtype}: {', '.join(parts)}"
-        for reason in reasons:
-            yield f"  [{numbers[reason]}] {times[reason]} x {reason[1]}"
+        for number, ((_, why), times) in reasons:
+            yield f"  [{number}] {times} x {why}"
 
 
 def _reason_of(row: Row) -> tuple[str, str]:
@@ -317,19 +316,18 @@ def _reason_of(row: Row) -> tuple[str, str]:
     return row.dtype_in or row.dtype_out, row.why
 
 
-def _numbered_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
-    """Returns a number for each dtype and reason: half first, then by how often they count."""
-    times = totals((_reason_of(row), row.times) for row in rows)
+def _times_of_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
+    """Returns how often each dtype and reason counts: half first, then the most frequent."""
 
-    def rank(reason: tuple[str, str]) -> tuple[bool, str, int]:
-        dtype, _ = reason
-        return dtype not in (*HALVES, FLOAT8), dtype, -times[reason]
+    def rank(item: tuple[tuple[str, str], int]) -> tuple[bool, str, int]:
+        (dtype, _), times = item
+        return dtype not in (*HALVES, FLOAT8), dtype, -times
 
-    return {reason: number for number, reason in enumerate(sorted(times, key=rank), 1)}
+    return dict(sorted(totals((_reason_of(row), row.times) for row in rows).items(), key=rank))
 
 
 def _decisions(decisions: list[Decision]) -> Iterable[str]:
-    """Yields what was decided besides dtypes, each with its first place and how many there are."""
+    """Yields each decision with its first place and its number of places."""
     if decisions:
         yield "besides dtypes:"
     for what, times in totals((decision.what, decision.times) for decision in decisions).items():
@@ -340,7 +338,7 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
 
 def _table(report: PrecisionReport, groups: Iterable[list[Row]]) -> str:
     """Returns a table with a line for each group of rows, which stand at one place."""
-    numbers = _numbered_reasons(report.rows)
+    numbers = {reason: n for n, reason in enumerate(_times_of_reasons(report.rows), 1)}
     top = "(top)" * any(row.module for row in report.rows)
     cells = []
     for rows in groups:
@@ -358,3 +356,53 @@ def _table(report: PrecisionReport, groups: Iterable[list[Row]]) -> str:
 def _dtypes_shown(row: Row) -> str:
     dtypes = " -> ".join(dict.fromkeys(filter(None, (row.dtype_in, row.dtype_out))))
     return f"{dtypes} ({row.precision})" if row.precision else dtypes
+
+
+def assert_products_in(
+    fun: Callable[..., Any], dtype: DTypeLike, *early: Any
+) -> Callable[..., None]:
+    """Returns a function that checks that every product of `fun` multiplies in `dtype`.
+
+    Called with `fun`'s arguments it traces `fun`, and runs nothing. If `fun` is a gradient,
+    products of the backward pass and of recomputations count. Inner products are sums and do not
+    count; products inside a kernel or a custom call are not seen.
+
+    Args:
+      fun: any function that JAX can trace, such as `jax.grad(jmp.autocast(loss, policy))`; or a
+        module of nnx, such as a view. nnx modules, also among the arguments, are traced as copies.
+      dtype: the dtype that all floating operands must have.
+
+    Raises: TypeError if `fun` is no function, or its arguments were given in the first call;
+      ValueError for a dtype that is not real floating. When called, AssertionError with a line for
+      each of the first products in another dtype; also if there is none.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(x @ w)
+    >>> gradient = jax.grad(autocast(loss, "mixed_bfloat16"))
+    >>> assert_products_in(gradient, jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    """
+    call = "assert_products_in(fun, dtype)(*args)"
+    function = asked_function("assert_products_in", call, fun, early)
+    expected = floating_dtype(dtype, "dtype")
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        call = ArrayCall(function, *split_arguments(*args, **kwargs))
+        closed = jax.make_jaxpr(call.results)(*call.arrays)
+        products = [each for each in with_places(closed) if is_product(each[0])]
+        name = function_name(fun)
+        if not products:
+            raise AssertionError(f"{name} has no product whose dtype could be checked.")
+        others = []
+        for equation, path, source in products:
+            dtypes = {atom.aval.dtype for atom in equation.invars}
+            floating = sorted(str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating))
+            if floating != [str(expected)]:
+                where = place_name(source, path)
+                others.append(f"{equation.primitive.name} in {', '.join(floating)} at {where}")
+        if others:
+            count = f"{len(others)} of {len(products)}"
+            first = f"{count} products of {name} are not in {expected}:"
+            more = [f"and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
+            raise AssertionError("\n".join([first, *others[:SHOWN], *more]))
+
+    return check

@@ -1,8 +1,9 @@
-"""Between which powers of two the elements of a tensor lie, and what a half type does to them.
+"""`range_report`: between which powers of two the numbers of a tree lie.
 
 `exponents` counts them on the device. It reads bit patterns, in integer arithmetic: XLA may flush
 subnormal floats to zero as soon as it computes with them, and then they could not be told from
-zeros. A `Range` is what was counted of one tensor.
+zeros. A `Range` is the count of one tensor, and says what a half type does to it; a `RangeReport`
+has one for each tensor.
 """
 
 import dataclasses
@@ -15,8 +16,17 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmp._messages import described
+from jmp._messages import described, wrong
+from jmp.diagnostics._arguments import split_arguments
+from jmp.diagnostics._tables import Report, first_rows, table, totals
 from jmp.dtypes import HALF_DTYPES, floating_dtype
+from jmp.transforms import decode_state
+from jmp.trees import PyTree, as_jax_array, is_array, path_string
+
+SHOWN = 10  # of each role
+NOTABLE = 0.01  # share of subnormal numbers, which lose digits and no more
+MARGIN = 1  # between the largest scaled gradient and the maximum: a power of two
+SHARES = ("in", "elements", "zero", "underflow", "subnormal", "overflow", "inf, NaN", "powers of 2")
 
 # The exponents of every dtype but float64.
 LOWEST, HIGHEST = -149, 127
@@ -26,8 +36,8 @@ SPECIAL = 3  # zeros, infinities and NaNs are counted behind them
 def counted_exponents(dtype: DTypeLike) -> range:
     """Returns the exponents that are counted for a dtype.
 
-    Those of float32's subnormals and normals, which all narrower types share, so that counts of
-    different types can be added; float64 has a longer row of its own.
+    Float32 and all narrower types share the exponents of float32's subnormal and normal numbers, so
+    that their counts can be added; float64 has a longer row.
     """
     wide = np.dtype(dtype) in (np.float64, np.complex128)
     return range(-1074, 1024) if wide else range(LOWEST, HIGHEST + 1)
@@ -36,10 +46,10 @@ def counted_exponents(dtype: DTypeLike) -> range:
 def exponents(array: jax.Array) -> jax.Array:
     """Counts the elements of an array by `floor(log2(abs(x)))`, real and imaginary parts each.
 
-    The array keeps its shape all along: flattened, it would be gathered where it is sharded.
+    The array keeps its shape: if it were flattened, a sharded one would be gathered.
 
-    Returns: int32 counts, int64 in x64 mode: those of `counted_exponents`, then those of zeros,
-      infinities and NaNs. Exact below 2**31.
+    Returns: int32 counts, int64 in x64 mode: of `counted_exponents`, then of zeros, infinities and
+      NaNs. They are exact below 2**31.
 
     >>> counts = jax.jit(exponents)(jnp.array([3.0, -2.0, 0.0, jnp.inf, 1e-40]))
     >>> {int(i) + LOWEST: int(counts[i]) for i in counts[:-3].nonzero()[0]}
@@ -50,7 +60,7 @@ def exponents(array: jax.Array) -> jax.Array:
     mesh = jax.typeof(array).sharding.mesh
     if not mesh.explicit_axes:
         return _exponents(array)
-    # Where types name shardings, a scatter asks for the sharding of its result.
+    # If types name shardings, a scatter asks for the sharding of its result.
     replicated = jax.sharding.PartitionSpec()
     with jax.sharding.use_abstract_mesh(mesh):
         count = jax.sharding.auto_axes(_exponents, axes=mesh.explicit_axes, out_sharding=replicated)
@@ -85,9 +95,9 @@ def _exponents(array: jax.Array) -> jax.Array:
 HALVES = tuple(map(str, HALF_DTYPES))
 FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
 FLOAT8_PRODUCT = "dot_general in float8"  # the operation of a row
-# What is multiplied by the loss scale. A tree of values may be one of gradients.
+# Roles that the loss scale multiplies. A tree of values may be a tree of gradients.
 SCALED = ("gradient", "activation gradient", "value")
-# Of a loss scale; beyond it the scale or its reciprocal is no normal float32 number.
+# A larger loss scale, or its reciprocal, is no normal float32 number.
 LARGEST_EXPONENT = 126
 
 
@@ -128,14 +138,9 @@ def exponent_of(scale: float) -> int:
     return exponent - 1
 
 
-def nearest_scale(exponent: int) -> float:
-    """Returns the loss scale 2**exponent, brought between 2**-126 and 2**126."""
-    return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
-
-
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What becomes of the elements of a tensor in a narrow type: seven shares that add up to 1."""
+    """The elements of a tensor in a narrow type: seven shares that add up to 1."""
 
     zero: float  # before any rounding
     underflow: float  # below half the smallest subnormal number (2**-25 in float16): becomes zero
@@ -162,13 +167,13 @@ class Range:
     Attributes:
       role: "parameter", "gradient", "activation", "activation gradient"; "value" for a leaf of a
         tree that `range_report` was given.
-      path: of the leaf in its tree; of an activation, its module or name scope.
-      dtype: as stored.
+      path: the path of the leaf in its tree; for an activation its module or name scope.
+      dtype: the dtype in which it is stored.
       counts: by exponent, in ascending order: `counts[i]` elements are at least `2**i` and below
         twice that, in absolute value.
       zeros, infinities, nans: elements that have no exponent.
-      scale: the loss scale that is in the numbers.
-      operation, source: of an activation, the primitive and "file:line" of the user's code.
+      scale: the loss scale by which the numbers are multiplied.
+      operation, source: for an activation, the primitive and "file:line" of the user's code.
 
     >>> row = Range("value", "w", "float32", {-25: 2, -24: 1}, zeros=1, infinities=0, nans=0)
     >>> row.size, row.exponents, row.shares("float16", scale=2.0**12).underflow
@@ -193,21 +198,22 @@ class Range:
 
     @property
     def exponents(self) -> tuple[int, int] | None:
-        """The lowest and the highest exponent; None where no element is finite and not zero."""
+        """The lowest and the highest exponent; None if no element is finite and not zero."""
         return (min(self.counts), max(self.counts)) if self.counts else None
 
     def shares(self, dtype: DTypeLike = "float16", scale: float | None = None) -> Shares:
-        """Returns what becomes of the elements in a narrow type; shares of 0 if there are none.
+        """Returns the shares of the elements in a narrow type; shares of 0 if there are no
+        elements.
 
-        In float8, as in a float8 product, the elements are scaled first, so that the power of two
-        of the largest is that of the format's largest number; the loss scale changes nothing. If
-        one is infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
+        In float8, as in a float8 product, the elements are scaled first, so that the largest has
+        the exponent of the format's largest number; the loss scale changes nothing. If one is
+        infinite or NaN, all become NaN. (Micikevicius et al. 2022, "FP8 Formats for Deep
         Learning".)
 
         Args:
           dtype: a half type, "float8_e4m3fn" or "float8_e5m2".
-          scale: the loss scale, a power of two; the one that is in the numbers if left out.
-            Parameters and activations are not scaled.
+          scale: the loss scale, a power of two; by default the row's own. Parameters and
+            activations are not scaled.
 
         Raises: ValueError for another dtype, or a scale that is no power of two.
         """
@@ -227,7 +233,7 @@ class Range:
         return Shares(*(number / max(1, self.size) for number in numbers))
 
     def shift(self, scale: float | None) -> int:
-        """Returns by how much exponents grow where `scale` replaces the scale in the numbers.
+        """Returns by how much exponents grow if `scale` replaces the row's own scale.
 
         Raises: ValueError for a scale that is no power of two.
         """
@@ -242,3 +248,209 @@ def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) 
     pairs = zip(counted_exponents(jnp.dtype(dtype)), counts.tolist(), strict=False)
     found = {exponent: number for exponent, number in pairs if number}
     return Range(role, path, dtype, found, zeros, infinities, nans, **fields)
+
+
+_count = jax.jit(exponents)
+
+
+def range_report(tree: PyTree) -> "RangeReport":
+    """Counts the numbers in each floating leaf of `tree` by powers of two.
+
+    Leaves are counted on their devices, sharded or not; only the counts are fetched. They are
+    exact.
+
+    Args:
+      tree: any pytree, such as parameters, gradients, an optimizer's state, an nnx model. Complex
+        leaves count as their real and imaginary parts; leaves that are no floating arrays are left
+        out. States that `transforms.with_stored_state` has encoded count as the float32 numbers
+        that they stand for.
+
+    Returns: a report with a row of the role "value" for each leaf.
+    Raises: TypeError for a function.
+
+    >>> report = range_report({"w": jnp.array([1.0, 3e-6, 1e-9, 0.0])})
+    >>> report.rows[0].shares("float16").underflow, report.rows[0].shares("float16").zero
+    (0.25, 0.25)
+    >>> report.rows[0].shares("float16", scale=2.0**10).underflow
+    0.0
+    >>> report.best_scale("float16")
+    16384.0
+    """
+    ((tree,), _), given = split_arguments(tree), tree
+    tree = decode_state(tree)
+    with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
+        leaves = [
+            (path_string(path), as_jax_array(leaf))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        counts = jax.device_get([_count(leaf) for _, leaf in leaves])
+    if not leaves and callable(given):
+        raise wrong(
+            TypeError,
+            "range_report",
+            given,
+            "a tree of arrays, such as parameters",
+            more=" To count the values in a loss use gradient_report(loss_fn)(*args).",
+        )
+    pairs = zip(leaves, counts, strict=True)
+    return RangeReport(
+        tuple(row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeReport(Report):
+    """What `range_report` or `gradient_report` found; `print` shows it, `to_dict` gives the data.
+
+    If a role has rows that are stored in half, its other rows do not count: they stay in float32
+    and lose nothing. If it has none, all its rows count, for what they would lose. This holds for
+    gradients of parameters too, which arrive in float32, but were products in half before.
+
+    Attributes:
+      rows: a `Range` for each leaf and each place, in the order of the tree and of the program.
+      dtype: the half type that is meant if none is named.
+
+    >>> range_report({"w": jnp.ones(2), "b": jnp.ones(1)}).total("value").size
+    3
+    """
+
+    rows: tuple[Range, ...]
+    dtype: str = "float16"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the rows, each once."""
+        return tuple(dict.fromkeys(row.role for row in self.rows))
+
+    def counting(self, role: str) -> list[Range]:
+        """Returns the rows of a role that count: the rows in half, or all if none is."""
+        rows = [row for row in self.rows if row.role == role]
+        return [row for row in rows if row.dtype in HALVES] or rows
+
+    def total(self, role: str) -> Range:
+        """Returns the rows of a role that count, added up.
+
+        Raises: ValueError if there is none.
+        """
+        rows = self.counting(role)
+        if not rows:
+            known = ", ".join(map(repr, self.roles)) or "no rows at all"
+            raise ValueError(
+                f"The report has no rows of the role {described(role)}; it has {known}."
+            )
+        counts = totals(pair for row in rows for pair in row.counts.items())
+        return Range(
+            role,
+            path="",
+            dtype=", ".join(dict.fromkeys(row.dtype for row in rows)),
+            counts=dict(sorted(counts.items())),
+            zeros=sum(row.zeros for row in rows),
+            infinities=sum(row.infinities for row in rows),
+            nans=sum(row.nans for row in rows),
+            scale=rows[0].scale,
+        )
+
+    @property
+    def float8_cotangents(self) -> list[Range]:
+        """The cotangents of float8 products, which the backward pass rounds to float8."""
+        rows = [row for row in self.rows if row.operation == FLOAT8_PRODUCT]
+        return [row for row in rows if row.role == "activation gradient"]
+
+    def best_scale(self, dtype: DTypeLike | None = None) -> float | None:
+        """Returns the largest safe static loss scale, a power of two.
+
+        Under it the largest gradient is below half the power of two above the maximum of `dtype`:
+        in float16, whose maximum is 65504, below 2**15. For a larger margin divide it by a power of
+        two. Gradients of parameters and of activations count, and rows of a tree.
+
+        If the gradients span more than the range of `dtype`, no scale keeps them all:
+        `total("gradient").shares(dtype, scale)` says what this one loses.
+
+        Args:
+          dtype: a half type; the report's if left out.
+
+        Returns: a scale between 2**-126 and 2**126; None if it cannot be known, because a gradient
+          is infinite or NaN (measure under a lower scale) or because all are zero.
+        Raises: ValueError for another dtype.
+        """
+        limits = limits_of(dtype or self.dtype)
+        rows = [row for role in SCALED for row in self.counting(role)]
+        if any(row.infinities or row.nans for row in rows):
+            return None
+        largest = [max(row.counts) - exponent_of(row.scale) for row in rows if row.counts]
+        if not largest:
+            return None
+        exponent = limits.largest - MARGIN - max(largest)
+        return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings."""
+        rows = []
+        for row in self.rows:
+            first, last = row.exponents or (0, -1)
+            counts = [row.counts.get(exponent, 0) for exponent in range(first, last + 1)]
+            shares = dataclasses.asdict(row.shares(self.dtype))
+            rows.append({**vars(row), "counts": counts, "lowest": first, "shares": shares})
+            if row in self.float8_cotangents:
+                of_float8 = {name: dataclasses.asdict(row.shares(name)) for name in FLOAT8_LIMITS}
+                rows[-1]["float8_shares"] = of_float8
+        return {"dtype": self.dtype, "best_scale": self.best_scale(), "rows": rows}
+
+    def __str__(self) -> str:
+        best = self.best_scale()
+        lines = [table(("role", "scale", *SHARES), _rows_of_totals(self, best))]
+        lines.append(f"best static scale: {'unknown' if best is None else _power(best)}")
+        for role in self.roles:
+            lines += _section(f"{role}s", self.counting(role), self.dtype)
+        for dtype in FLOAT8_LIMITS:
+            lines += _section("cotangents of float8 products", self.float8_cotangents, dtype)
+        return "\n".join(lines)
+
+
+def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:
+    # No later scale brings back what half has lost: there is no use to show one.
+    is_half = any(row.dtype in HALVES for row in report.rows)
+    found = []
+    for role in report.roles:
+        total = report.total(role)
+        scales = [total.scale]
+        if role in SCALED and best not in (None, total.scale) and not is_half:
+            scales.append(best)
+        for scale in scales:
+            shown = _power(scale) if role in SCALED else ""
+            found.append((role, shown, *_shares(total, report.dtype, scale)))
+    return found
+
+
+def _section(what: str, rows: list[Range], dtype: str) -> list[str]:
+    """Returns the lines of the rows that lose something in `dtype`; none if nothing is lost."""
+    losing = [row for row in rows if any(_losses(row, dtype))]
+    rows = sorted(losing, key=lambda row: _losses(row, dtype), reverse=True)
+    if not rows:
+        return []
+    where = ("path", "operation", "source") if any(row.operation for row in rows) else ("path",)
+    cells = [(*(getattr(row, name) for name in where), *_shares(row, dtype, None)) for row in rows]
+    title = f"{what} in {dtype}, most is lost first:"
+    return first_rows(title, (*where, *SHARES), cells, SHOWN, "rows")
+
+
+def _losses(row: Range, dtype: str) -> tuple[float, ...]:
+    """Returns shares to sort by: the lost share, the share that may be, the share that loses
+    digits."""
+    shares = row.shares(dtype)
+    zero = shares.zero if row.dtype in HALVES else 0.0  # it may have underflowed already
+    return shares.lost, zero, shares.subnormal if shares.subnormal > NOTABLE else 0.0
+
+
+def _shares(row: Range, dtype: str, scale: float | None) -> tuple[str, ...]:
+    shares, shift = row.shares(dtype, scale), row.shift(scale)
+    numbers = shares.zero, shares.underflow, shares.subnormal, shares.overflow
+    special = shares.infinite + shares.nan
+    percents = (f"{100 * share:.3g} %" if share else "0" for share in (*numbers, special))
+    exponents = dict.fromkeys(exponent + shift for exponent in row.exponents or ())
+    return row.dtype, str(row.size), *percents, " to ".join(map(str, exponents))
+
+
+def _power(scale: float) -> str:
+    return f"2^{exponent_of(scale)}"

@@ -1,4 +1,4 @@
-"""Rows of a precision report, read off a plan, and what products take of the hardware."""
+"""Rows of a precision report, read off a plan, and the operations and sizes of products."""
 
 import collections
 import dataclasses
@@ -17,10 +17,10 @@ from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.diagnostics._walk import path_of, source_line
 
-# The channels of an image are what they are; cuDNN has kernels of its own for them.
+# Nobody can change the channels of an image; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4
 
-# Their products have fewer digits than they have, unless a precision says otherwise.
+# Products of these dtypes have fewer digits than the dtype, unless a precision says otherwise.
 CHOOSES = frozenset({"float32", "complex64"})
 
 NUMBER = re.compile(r"\d+(?=/|$)")  # at the end of a module's name
@@ -35,16 +35,16 @@ class Row:
         float32).
       operation: the primitive.
       module: path of modules or name scopes, "" at the top.
-      source: "file:line" of the user's code, or of a library's where no frame is the user's.
-      dtype_in: of the floating operands as they are read.
-      dtype_out: of the result as stored.
+      source: "file:line" of the user's code, or of a library's if no frame is the user's.
+      dtype_in: the dtype of the floating operands as they are read.
+      dtype_out: the dtype in which the result is stored.
       why: the reason of the rule or of the planner.
-      precision: of a product that reads float32: "HIGHEST" where autocast binds it so, as in
-        `full_precision`; "default" where nothing says one, which is TF32 on a GPU and one pass of
-        bfloat16 on a TPU; "HIGH, the user's" and the like where the product, or the user's global
-        default, says it. "" for all others.
+      precision: the precision of a product that reads float32: "HIGHEST" if autocast chooses it, as
+        in `full_precision`; "default" if nothing names one, which is TF32 on a GPU and one pass of
+        bfloat16 on a TPU; "HIGH, the user's" and the like if the product, or the user's global
+        default, names it. "" for all other operations.
       times: how often it stands in the program, turns of loops included.
-      flops: floating-point operations of all together; 0 for what is no product.
+      flops: floating-point operations of all together; 0 if it is no product.
 
     >>> from jmp.diagnostics import precision_report
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -92,7 +92,7 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
 
 
 def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
-    """Returns rows that differ in times and operations alone as one, in the order of the program.
+    """Returns one row for rows that differ only in times and flops, in the order of the program.
 
     Args:
       with_repeated: whether modules that repeat count as one, whose path is "h/*/mlp": those with
@@ -121,7 +121,7 @@ def _shared_path(paths: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What autocast does at one place besides choosing dtypes.
+    """A decision of autocast at one place that is no choice of a dtype.
 
     Attributes:
       what: one sentence.
@@ -143,7 +143,7 @@ class Decision:
 
 
 def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
-    """Returns what `decisions_of` a plan gives, one for each place."""
+    """Returns the decisions of a plan, one for each place."""
     found: collections.Counter[Decision] = collections.Counter()
     for what, node, times in decided:
         place = path_of(node.equation, node.around), source_line(node.equation, node.around)
@@ -162,15 +162,16 @@ def kind_of_row(equation: JaxprEqn) -> str | None:
 
 
 class Product(NamedTuple):
-    """What one product takes."""
+    """The floating-point operations and the sizes of a product."""
 
     flops: int = 0  # floating-point operations, two for each multiplication and addition
-    # What tensor cores cut into pieces, with names; none where other kernels run, as for a vector.
+    # Sizes that tensor cores cut into pieces, with names; none if other kernels run, as for a
+    # vector.
     sizes: tuple[tuple[int, str], ...] = ()
 
 
 def product_of(equation: Any) -> Product:
-    """Returns what a product takes; nothing is known of a primitive that is not in `PRODUCTS`."""
+    """Returns operations and sizes of a product; none for a primitive that is not in `PRODUCTS`."""
     name = equation.primitive.name
     if name not in PRODUCTS:
         return Product()

@@ -1,4 +1,4 @@
-"""`metrics` and `check_skips`: what loss scaling does while a model trains."""
+"""`metrics` and `check_skips`: the loss scale and the skipped steps while a model trains."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def metrics(opt_state: PyTree, *, steps: ArrayLike | None = None) -> dict[str, j
     """Returns the state of loss scaling as a flat dictionary of scalars, for any logger.
 
     It computes on the device and waits for nothing. Call it *inside* the jitted step and return the
-    dictionary: then it belongs to the caller, while the state may be donated to the next step and
+    dictionary. Then the dictionary is the caller's; the state may be donated to the next step, and
     be gone before a logger reads it. Outside of jit it works as well. `jax.device_get` brings the
     whole dictionary to the host at once; do that every so many steps, since it waits for the step.
 
@@ -69,8 +69,8 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
 
     Args:
       opt_state: as for `metrics`. Under vmap the seed with the most skips counts.
-      limit: more than the halvings that the scale may need from where it starts: 25 is enough from
-        2**24 down to 1.
+      limit: more than the halvings that the scale may need from its start: 25 is enough from 2**24
+        down to 1.
 
     Raises:
       FloatingPointError: so many steps were skipped in a row.

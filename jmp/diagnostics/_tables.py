@@ -1,4 +1,4 @@
-"""What reports share: their data as dictionaries, rows added up, and rows as text in columns."""
+"""The common parts of reports: data as dictionaries, rows added up, and rows as text in columns."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a diagnostic found: `print` shows it, `to_dict` gives the data.
+    """The result of a diagnostic: `print` shows it, `to_dict` gives the data.
 
     Attributes:
       computed: the properties that are data too.
@@ -53,7 +53,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def first_rows(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], shown: int, data: str
 ) -> list[str]:
-    """Returns the lines of a table of the first rows; `data` names what has the others too."""
+    """Returns the lines of a table of the first rows; `data` names the attribute that has all
+    rows."""
     more = [f"and {len(rows) - shown} more, which `{data}` has too"] if len(rows) > shown else []
     return [title, table(columns, rows[:shown]), *more]
 

@@ -1,7 +1,7 @@
-"""What the equations of a traced program say of their place, and how they are run again.
+"""Equations of a traced program: their places in the user's code, and how they are run again.
 
-`with_places` walks over them: each has a path of modules or name scopes, and the user's line.
-`replay` binds them again, with a look at every result; `evaluate` is the loop that does so.
+`with_places` walks over them, and gives each a path of modules or name scopes, and the user's line.
+`replay` binds them again, and shows every result to a function; `evaluate` is its loop.
 """
 
 import functools
@@ -23,23 +23,23 @@ from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._propagation import walk
 from jmp.autocasting._request import joined_path
 
-# Lines of these packages are not the user's: what counts is the line that calls a Flax layer.
+# Lines of these packages are not the user's: the line that calls a Flax layer counts.
 FRAMEWORKS = ("jaxlib/", "flax/", "haiku/", "equinox/", "optax/", "chex/")
 
 
 @functools.cache
 def _machinery() -> tuple[str, ...]:
-    """Returns how the files begin that say nothing of a model: JAX's, ours, Python's own."""
+    """Returns the beginnings of files that say nothing of a model: JAX's, ours, Python's own."""
     own = [os.path.dirname(module.__file__ or "") + os.sep for module in (jax, _jax_compat)]
     library = sysconfig.get_paths()["stdlib"]
     return ("<", *own, *(os.path.join(library, name) for name in ("contextlib.py", "functools.py")))
 
 
 def spelled(file: str) -> str:
-    """Returns a file's path as it is read best.
+    """Returns a file's path in the form that reads best.
 
-    Installed packages from their own name on, files below the working directory from there, and
-    any other as it is: a path that climbs up with ".." says less than all of it.
+    The path of an installed package starts with the package, and a path below the working directory
+    is relative to it. Any other path stays: one that climbs up with ".." says less.
 
     >>> spelled("/opt/python/lib/python3.12/site-packages/flax/linen/linear.py")
     'flax/linen/linear.py'
@@ -56,7 +56,7 @@ def _installed(file: str) -> str:
 def with_places(jaxpr: Any) -> Iterator[tuple[Any, str, str]]:
     """Yields the equations of a jaxpr, open or closed, with their paths of modules and their lines.
 
-    Those at any depth, each before those inside it.
+    It yields equations at any depth, each before the equations inside it.
     """
     for equation, around, _ in walk(_jax_compat.open_jaxpr(jaxpr)[0]):
         yield equation, path_of(equation, around), source_line(equation, around)
@@ -80,8 +80,8 @@ def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) ->
     """Returns "file:line" of the innermost frame that is the user's; "" if there is none.
 
     JAX records the frames from the innermost trace on, so that the body of a loop, or of a jitted
-    function of `jax.numpy`, need not have a line of the user's. Then it is that of the equation
-    around it; `around` has those, the outermost first.
+    function of `jax.numpy`, need not have a line of the user's. Then the line of an equation around
+    it counts; `around` has these, the outermost first.
     """
     for each in (equation, *reversed(around)):
         for file, line in _jax_compat.frames_of(each):
@@ -91,7 +91,7 @@ def users_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn] = ()) ->
 
 
 def path_of(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> str:
-    """Returns the path of an equation's modules, with those of the equations around it."""
+    """Returns the path of an equation's modules, from the outermost equation around it on."""
     path = ""
     for each in (*around, equation):
         path = scopes_path(each.source_info.name_stack, path)
@@ -109,9 +109,9 @@ def scopes_path(stack: NameStack, outer: str = "") -> str:
 
 
 def path_in_rules(path: str) -> str:
-    """Returns a path of name scopes without those that `jnp.einsum` opens, and what is inside.
+    """Returns a path of name scopes up to the first scope that `jnp.einsum` opens.
 
-    An einsum is no module: what stands in it belongs to the scope around it.
+    An einsum is no module: its operations belong to the scope around it.
 
     >>> path_in_rules("attention/bqhd,bkhd->bhqk/transpose")
     'attention'
@@ -121,7 +121,7 @@ def path_in_rules(path: str) -> str:
 
 
 class Replayed(NamedTuple):
-    """An equation that is run again, and where it stands."""
+    """An equation that is run again, and its place."""
 
     equation: JaxprEqn
     path: str  # modules or name scopes from the outermost level down, joined by slashes
@@ -152,9 +152,9 @@ def replay(
     kernels are bound as they are.
 
     Args:
-      on_results: called after each equation, those of levels inside first: given the equation and
-        its results it returns what stands for them.
-      path, position: of the level above.
+      on_results: called after each equation, inner levels first, with the equation and its results;
+        returns the values that replace the results.
+      path, position: the path and position of the level above.
 
     >>> def loss(x):
     ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
@@ -196,11 +196,11 @@ def evaluate(
     step: Callable[[JaxprEqn, int, list[T]], list[T]],
     of_literal: Callable[[Any, JaxprEqn | None], T],
 ) -> list[T]:
-    """Returns the outputs of an open jaxpr; what stands for a value is the caller's.
+    """Returns the outputs of an open jaxpr, in the form that the caller gives to values.
 
     Args:
-      inputs: what stands for its constants, then for its inputs. The list is emptied: each is freed
-        after its last use.
+      inputs: its constants, then its inputs, in the caller's form. The list is emptied, so that
+        each value is freed after its last use.
       step: given an equation, its index and its operands, returns its results. It runs in the
         equation's place: source line, name scopes, mesh, compute type.
       of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
@@ -231,6 +231,6 @@ def evaluate(
 
 
 def literal(atom: Any) -> np.ndarray:
-    """Returns a literal in its dtype: where it enters a loop it would be a Python number."""
+    """Returns a literal in its dtype: a loop would take it for a Python number."""
     with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
         return np.asarray(atom.val, atom.aval.dtype)

@@ -11,14 +11,15 @@ from jmp.loss_scaling._dynamic import DynamicLossScale
 from jmp.loss_scaling._gradients import UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._hysteresis import HysteresisLossScale
 from jmp.loss_scaling._no_op import NoOpLossScale
-from jmp.loss_scaling._presets import (
+from jmp.loss_scaling._other_libraries import (
     apex_loss_scale,
     deepmind_loss_scale,
     fastai_loss_scale,
+    from_torch_state_dict,
+    to_torch_state_dict,
     torch_loss_scale,
 )
 from jmp.loss_scaling._static import StaticLossScale
-from jmp.loss_scaling._torch_state import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
     "DynamicLossScale",

@@ -1,13 +1,13 @@
 """`accumulated_value_and_grad`: the gradients of a large batch, from micro-batches in one loop.
 
-A `Window` is what the user gave, checked: it runs the loop that adds up scaled gradients, and takes
-their mean. The checks follow below.
+One function adds up the scaled gradients in a loop, and takes their mean. The weight of a
+micro-batch and the checks follow below.
 """
 
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jmp.trees import (
     holds_numbers,
     is_complex,
     is_floating,
-    register_for_export,
 )
 
 P = ParamSpec("P")
@@ -67,40 +66,40 @@ def accumulated_value_and_grad(
       steps: the number of micro-batches, a Python int.
       argnums, has_aux: as in `jax.value_and_grad`.
       batch_argnums: the positional arguments that hold rows: arrays with a first axis that `steps`
-        divides, or trees of such. All others reach each micro-batch whole. A dropout key that is
-        among these others makes the same mask in each micro-batch: put `jax.random.split(key,
-        steps)` into the batch instead, so that each has a key of its own.
-      weight: `weight(*batch)` counts what `fun` sums up, such as the tokens that are no padding, as
-        a float32 or integer scalar. The mean is then the sum of the sums over the sum of the
-        counts, as of one large batch, where micro-batches count unequally. Within `fun` gradients
-        are those of the sum over a power of two near the count, so that half gradients have the
-        range of a mean's. A window that counts zero gives NaN.
-      skip: what a micro-batch does whose gradients are not finite. "window": the mean gradient is
-        not finite either, so that loss scaling skips the window. "micro_batch": the mean is that of
-        the others, and NaN if there are none; the value is a mean over the same micro-batches. The
-        scale then backs off only if all are bad. Use it where rows of the data are bad, and not
-        where the scale is too large.
-      accumulate_dtype: the dtype of the sums. Those of float64 and of complex gradients keep their
+        divides, or trees of such. All others reach each micro-batch whole. A dropout key among
+        these others makes the same mask in each micro-batch: put `jax.random.split(key, steps)`
+        into the batch instead, so that each has a key of its own.
+      weight: `weight(*batch)` counts the terms that `fun` sums up, such as the tokens that are no
+        padding, as a float32 or integer scalar. The mean is then the sum of the sums over the sum
+        of the counts, which is the mean of one large batch, also if micro-batches count unequally.
+        Within `fun` the sum is divided by a power of two near the count, so that half gradients
+        have the range of a mean's. A window that counts zero gives NaN.
+      skip: what happens if the gradients of a micro-batch are not finite. "window": the mean
+        gradient is not finite either, so that loss scaling skips the window. "micro_batch": the
+        mean is over the other micro-batches, and NaN if there are none; so is the value. The scale
+        then backs off only if all are bad. Use it if rows of the data are bad, and not if the scale
+        is too large.
+      accumulate_dtype: the dtype of the sums. Sums of float64 and of complex gradients keep their
         own.
       reduce_axes: inside `jax.shard_map` (or pmap, vmap) the axes over which rows are split: value
         and gradients are reduced over them once a window, after the loop. The parameters must be
-        the same along these axes; of shards leave the axis out, gather each in the loss
+        the same along these axes; for shards leave the axis out, gather each in the loss
         (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
-        device is one micro-batch. Without it shard_map adds gradients up in each turn, as a sum and
-        not a mean, or with `check_vma=False` not at all.
+        device is one micro-batch. Without `reduce_axes` shard_map adds gradients up in each turn,
+        as a sum and not a mean, or with `check_vma=False` not at all.
 
-    Returns: a function with the signature of `fun` that returns `(value, gradients)` or
-      `((value, aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their
-      mean, *still scaled*, at least float32: hand them to `jmp.transforms.with_loss_scale`. Aux:
-      that of all micro-batches, of each device its own, stacked along a new first axis of `steps`;
-      nothing in it is averaged or left out.
-      With `steps=1` there is no loop, and without `weight` and `reduce_axes` value and gradients
-      are those of `scaled_value_and_grad` bit by bit, half gradients half.
+    Returns: a function with the signature of `fun` that returns `(value, gradients)` or `((value,
+      aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
+      scaled*, at least float32: hand them to `jmp.transforms.with_loss_scale`. Aux: the aux of all
+      micro-batches, on each device its own, stacked along a new first axis of `steps`; nothing in
+      it is averaged or left out. With `steps=1` there is no loop, and without `weight` and
+      `reduce_axes` value and gradients equal the ones of `scaled_value_and_grad` bit by bit, half
+      gradients too.
 
     Raises:
-      TypeError: of `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or
-        `reduce_axes` one is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf
-        of the batch is no array.
+      TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or `reduce_axes`
+        is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf of the batch is no
+        array.
       ValueError: a wrong value of one of these; when called, before anything runs, if
         `batch_argnums` names no argument or one of `argnums`, if `steps` does not divide a leaf of
         the batch, if nothing maps over `reduce_axes`, or if a parameter differs along them (which
@@ -117,25 +116,73 @@ def accumulated_value_and_grad(
     if weight is not None:
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
     _check_skip(skip)
-    window = Window(
-        fun=scaled_loss(fun, loss_scale, has_aux),
-        loss_scale=loss_scale,
-        steps=_number_of_steps(steps),
-        trained=(argnums,) if isinstance(argnums, int) else tuple(argnums),
-        weight=weight,
-        skips_each=skip == "micro_batch",
-        dtype=_accumulator_dtype(accumulate_dtype),
-        axes=axis_names(reduce_axes, "reduce_axes", CALLER),
-    )
+    steps = _number_of_steps(steps)
+    dtype_of = functools.partial(_dtype_of_sum, _accumulator_dtype(accumulate_dtype))
+    axes = axis_names(reduce_axes, "reduce_axes", CALLER)
+    trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
+
+    def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
+        """Returns what a micro-batch adds to the gradients, and its value, count and aux.
+
+        The count is None if each micro-batch counts one.
+        """
+        count = power = None
+        if weight is not None:
+            count = _weight_of(weight, rows)
+            power = _power_of_two_up_to(count)
+        elif skip == "micro_batch":
+            count = jnp.float32(1)
+
+        def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            value, rest = scaled(*args, **kwargs)
+            return value if power is None else value / power.astype(value.dtype), rest
+
+        differentiate = jax.value_and_grad(loss, trained, has_aux=True)
+        (_, (value, aux)), found = differentiate(*args, **kwargs)
+        gradients = found if power is None else multiply_tree(found, power)
+        gradients = jax.tree.map(lambda g: g.astype(dtype_of(g)), gradients)
+        if skip == "micro_batch":  # selected: a product with zero would keep what is not finite
+            good = agreed(all_finite(found), loss_scale, "auto", apart=axes)
+            gradients, value, count = jax.tree.map(
+                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
+            )
+        return gradients, (value, count, aux)
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_parameters(args, argnums, CALLER)
         places = _batch_numbers(batch_argnums, argnums, len(args))
-        _check_rows(_leaves_of(args, places), window.steps)
-        _check_mapped(window.axes)
-        _check_same_along(window.axes, _leaves_of(args, window.trained))
-        value, aux, gradients = window.run(args, kwargs, places)
+        _check_rows(_leaves_of(args, places), steps)
+        _check_mapped(axes)
+        _check_same_along(axes, _leaves_of(args, trained))
+        if steps == 1 and weight is None and not axes:
+            differentiate = jax.value_and_grad(scaled, trained, has_aux=True)
+            (_, (value, aux)), gradients = differentiate(*args, **kwargs)
+            aux = _stacked(aux)
+        else:
+            # Parameters vary along the axes, or each turn would reduce gradients over them.
+            parameters = [_varying_along(axes, args[number]) for number in trained]
+            whole = replaced(args, trained, parameters)
+            batch = [args[place] for place in places]
+
+            def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
+                gradients, terms = micro_batch(replaced(whole, places, rows), kwargs, rows)
+                return jax.tree.map(jnp.add, sums, gradients), terms
+
+            if steps == 1:
+                sums, terms = micro_batch(whole, kwargs, batch)
+                terms = _stacked(terms)
+            else:
+                arrays = jax.tree.map(jnp.asarray, tuple(parameters))
+                start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
+                sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
+            values, counts, aux = terms
+            # The count is added up over the axes too, so that it is of all devices.
+            count = jnp.float32(steps) if counts is None else counts.sum()
+            totals = (sums, values.sum(), count)
+            sums, value, count = jax.lax.psum(totals, axes) if axes else totals
+            value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
         if isinstance(argnums, int):
             (gradients,) = gradients
         return ((value, aux), gradients) if has_aux else (value, gradients)
@@ -143,106 +190,17 @@ def accumulated_value_and_grad(
     return wrapped
 
 
-@register_for_export
-class Window(NamedTuple):
-    """What `accumulated_value_and_grad` was given, checked.
-
-    Attributes:
-      fun: returns `(scaled loss, (loss, aux))`.
-      trained: the numbers of the arguments to differentiate at.
-      skips_each: whether a bad micro-batch is left out, instead of the window.
-      dtype: of the sums.
-      axes: those to reduce over.
-    """
-
-    fun: Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]
-    loss_scale: LossScale
-    steps: int
-    trained: tuple[int, ...]
-    weight: Callable[..., Any] | None
-    skips_each: bool
-    dtype: np.dtype
-    axes: tuple[str, ...]
-
-    def run(
-        self, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[int]
-    ) -> tuple[jax.Array, Any, PyTree]:
-        """Returns the mean value, the stacked aux and the mean of the scaled gradients."""
-        if self.steps == 1 and self.weight is None and not self.axes:
-            differentiate = jax.value_and_grad(self.fun, self.trained, has_aux=True)
-            (_, (value, aux)), gradients = differentiate(*args, **kwargs)
-            return value, _stacked(aux), gradients
-
-        whole = list(args)
-        for number in self.trained:  # or each turn would reduce the gradients of what does not vary
-            whole[number] = _varying_along(self.axes, whole[number])
-        batch = [args[place] for place in places]
-
-        def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
-            gradients, terms = self._micro_batch(replaced(whole, places, rows), kwargs, rows)
-            return jax.tree.map(jnp.add, sums, gradients), terms
-
-        if self.steps == 1:
-            sums, terms = self._micro_batch(whole, kwargs, batch)
-            terms = _stacked(terms)
-        else:
-            parameters = tuple(whole[number] for number in self.trained)
-            start = jax.tree.map(self._zeros, parameters)
-            sums, terms = jax.lax.scan(turn, start, _split_rows(batch, self.steps))
-        values, counts, aux = terms
-        # Added up over the axes, the count is that of all devices.
-        count = jnp.float32(self.steps) if counts is None else counts.sum()
-        totals = (sums, values.sum(), count)
-        if self.axes:
-            totals = jax.lax.psum(totals, self.axes)
-        sums, value, count = totals
-        value, gradients = jax.tree.map(lambda total: _divided(total, count), (value, sums))
-        return value, aux, gradients
-
-    def _micro_batch(
-        self, args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]
-    ) -> tuple[PyTree, tuple[jax.Array, jax.Array | None, Any]]:
-        """Returns what a micro-batch adds to the gradients' sums; its value, its count and aux.
-
-        The count is None where each micro-batch counts one.
-        """
-        count = power = None
-        if self.weight is not None:
-            count = _weight_of(self.weight, rows)
-            power = _power_of_two_up_to(count)
-        elif self.skips_each:
-            count = jnp.float32(1)
-
-        def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            scaled, rest = self.fun(*args, **kwargs)
-            return scaled if power is None else scaled / power.astype(scaled.dtype), rest
-
-        differentiate = jax.value_and_grad(loss, self.trained, has_aux=True)
-        (_, (value, aux)), found = differentiate(*args, **kwargs)
-        gradients = found if power is None else multiply_tree(found, power)
-        gradients = jax.tree.map(lambda g: g.astype(self._dtype_of(g)), gradients)
-        if self.skips_each:  # selected: a product with zero would keep what is not finite
-            good = agreed(all_finite(found), self.loss_scale, "auto", apart=self.axes)
-            gradients, value, count = jax.tree.map(
-                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
-            )
-        return gradients, (value, count, aux)
-
-    def _dtype_of(self, gradient: jax.Array) -> np.dtype:
-        """Returns the dtype of the sums of a gradient, or of a parameter's gradient."""
-        has_its_own = gradient.dtype == np.float64 or not is_floating(gradient)
-        return gradient.dtype if has_its_own else self.dtype
-
-    def _zeros(self, parameter: Any) -> jax.Array:
-        parameter = jnp.asarray(parameter)
-        return jnp.zeros_like(parameter, dtype=self._dtype_of(parameter))
+def _dtype_of_sum(chosen: np.dtype, gradient: jax.Array) -> np.dtype:
+    """Returns the dtype in which gradients add up; of a parameter, or of a gradient of one."""
+    has_its_own = gradient.dtype == np.float64 or not is_floating(gradient)
+    return gradient.dtype if has_its_own else chosen
 
 
 def _split_rows(batch: PyTree, steps: int) -> PyTree:
     """Returns the micro-batches of a batch, stacked: row i belongs to micro-batch i mod steps.
 
-    Where rows are sharded over devices, each micro-batch has the same share of every device: a
-    contiguous split would send most rows to another one.
+    If rows are sharded over devices, each micro-batch has the same share of every device: a
+    contiguous split would send most rows to another device.
 
     >>> _split_rows(jnp.arange(6), steps=2).tolist()
     [[0, 2, 4], [1, 3, 5]]
@@ -280,11 +238,11 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
     return total / count.astype(total.dtype)
 
 
-# What a micro-batch counts.
+# The weight of a micro-batch.
 
 
 def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
-    """Returns what `weight` counts in a micro-batch, as a scalar of at least float32."""
+    """Returns the weight of a micro-batch, as a scalar of at least float32."""
     result = weight(*batch)
     try:
         count = jnp.asarray(result)
@@ -306,7 +264,7 @@ def _counts_exactly(dtype: np.dtype) -> bool:
 
 
 def _power_of_two_up_to(count: jax.Array) -> jax.Array:
-    """Returns the largest power of two up to `count` in float32, and 1 where there is none.
+    """Returns the largest power of two up to `count` in float32, and 1 if there is none.
 
     >>> [float(_power_of_two_up_to(jnp.float32(count))) for count in (0, 1, 1000, 2**24 - 1)]
     [1.0, 1.0, 512.0, 8388608.0]
@@ -316,7 +274,7 @@ def _power_of_two_up_to(count: jax.Array) -> jax.Array:
     return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
 
 
-# Checks of what the user gave, before anything runs.
+# Checks of the arguments, before anything runs.
 
 
 def _number_of_steps(steps: object) -> int:
@@ -362,12 +320,12 @@ def _check_mapped(axes: Sequence[str]) -> None:
             raise ValueError(
                 f"{CALLER} got reduce_axes={described(axes)}, but nothing maps over "
                 f"{described(axis)} here. Call it inside jax.shard_map(..., axis_names={{...}}) "
-                "over that axis, or leave reduce_axes out: under jit alone XLA reduces."
+                "over that axis, or leave reduce_axes out: XLA reduces under plain jit."
             ) from None
 
 
 def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, Any]]:
-    """Returns the leaves of some arguments, each with the place where it stands."""
+    """Returns the leaves of some arguments, each with its place."""
     return [
         (f"argument {number}{jax.tree_util.keystr(path)[:200]}", leaf)
         for number in numbers
@@ -378,8 +336,8 @@ def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> list[tuple[str, A
 def _check_same_along(axes: Sequence[str], leaves: Sequence[tuple[str, Any]]) -> None:
     """Raises ValueError for parameters that differ along axes over which gradients are added up.
 
-    Where JAX tracks that (`check_vma=True`). How shards are to be gathered only the loss knows:
-    the type of one says neither along which dimension it was cut nor in which dtype to send it.
+    JAX tracks that with `check_vma=True`. Only the loss knows how to gather shards: the type of a
+    shard says neither along which dimension it was cut nor in which dtype to send it.
     """
     for where, leaf in leaves:
         if differing := sorted(varying_axes(leaf).intersection(axes)):
@@ -401,7 +359,7 @@ def _batch_numbers(
 
     Args:
       batch_argnums, argnums: the arguments to split, and those to differentiate at.
-      count: of the positional arguments.
+      count: the number of positional arguments.
 
     Raises: ValueError if one of them is not there, or is in both; TypeError for no numbers.
     """
@@ -424,7 +382,7 @@ def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
             "batch_argnums names."
         )
     way_out = (
-        "What has no rows belongs into another argument; a key is split first, "
+        "Values without rows belong into another argument; split a key first, "
         f"jax.random.split(key, {steps})."
     )
     for where, leaf in leaves:

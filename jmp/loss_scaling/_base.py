@@ -1,11 +1,11 @@
-"""What every loss scale shares, in this order.
+"""The common parts of all loss scales, in this order.
 
   - the interface: `LossScale`;
   - the arithmetic of scaling a tree: `multiply_tree`, `divide_tree`;
   - scales as pytrees: `register_state`, `replace_leaves`;
-  - checks of what constructors are given: numbers that stay (`concrete_number`, `plain_number`,
+  - checks of the arguments of constructors: numbers that stay (`concrete_number`, `plain_number`,
     `scale_bound`, `static_scale`) and leaves (`dynamic_scale`, `step_count`);
-  - the check of what `adjust` is given: `finite_flag`.
+  - the check of the argument of `adjust`: `finite_flag`.
 
 The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then
 exact, and scaling commutes with rounding. It is float32 and never half, because 2**16 is already
@@ -51,7 +51,7 @@ class LossScale(abc.ABC):
     both in that order.
 
     Attributes:
-      loss_scale: the factor in force, a float32 scalar array or, where it never changes, a float.
+      loss_scale: the factor in force, a float32 scalar array or, if it never changes, a float.
 
     >>> scale = DynamicLossScale(8.0)
     >>> isinstance(scale, LossScale), float(scale.scale(jnp.float16(0.5)))
@@ -62,7 +62,7 @@ class LossScale(abc.ABC):
     4.0
     """
 
-    keeps_its_dtypes: ClassVar[bool] = True  # casts of a whole tree leave a loss scale alone
+    keeps_its_dtypes: ClassVar[bool] = True  # casts of a whole tree pass over a loss scale
     loss_scale: Any  # the factor in force: a Python float, or a float32 scalar array
 
     def scale(self, tree: T) -> T:
@@ -174,7 +174,7 @@ def replace_leaves(node: T, **leaves: Any) -> T:
     return copy
 
 
-# Checks of what constructors are given: numbers that stay, part of the compiled program.
+# Checks of the arguments of constructors: numbers that stay, part of the compiled program.
 
 
 def concrete_number(value: Any, name: str) -> float:
@@ -220,7 +220,7 @@ def static_scale(value: object) -> float:
     return 0.0 if number == 0 else float(clipped)
 
 
-# Checks of what constructors are given: leaves, which may be traced.
+# Checks of the arguments of constructors: leaves, which may be traced.
 
 
 def dynamic_scale(value: Any, smallest: float, largest: float) -> jax.Array:
@@ -273,7 +273,7 @@ def _warn_if_integer(value: object, name: str) -> None:
         warnings.warn(text, PrecisionWarning, stacklevel=5)
 
 
-# The check of what `adjust` is given.
+# The check of the argument of `adjust`.
 
 
 def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:

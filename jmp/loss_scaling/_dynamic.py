@@ -13,8 +13,8 @@ from jmp.loss_scaling._base import LARGEST_SCALE, LossScale
 
 _LARGEST_FACTOR = 2.0**127  # the largest power of two that float32 has
 _LARGEST_COUNT = 2**31 - 1  # of int32
-# Where a scale goes on that a checkpoint brought as NaN, zero or the like: too large costs a few
-# skipped steps, too small thousands of steps whose gradients underflow.
+# A scale that a checkpoint brought as NaN, zero or the like goes on from here: if it is too large,
+# a few steps are skipped; if it is too small, gradients underflow for thousands of steps.
 _RESTART = 2.0**15
 _GROWTH = (
     "a finite number above 1, such as 2: the scale is multiplied by it after enough finite steps"
@@ -41,7 +41,7 @@ class DynamicLossScale(LossScale):
 
     Values that were restored from a checkpoint are checked by the next `adjust`. It sets a scale
     beyond the floor or the ceiling to that bound; one that is NaN, infinite, zero or negative to
-    2**15, where a new one starts; and a negative count to zero. The count stops at 2**31 - 1.
+    2**15, the start of a new scale; and a negative count to zero. The count stops at 2**31 - 1.
 
     Attributes:
       loss_scale: float32 scalar, a leaf. Brought into [min_loss_scale, max_loss_scale].
@@ -57,7 +57,7 @@ class DynamicLossScale(LossScale):
     Raises:
       ValueError: a scale that is zero, negative or not finite; a period below 1; a factor not above
         1; a backoff not between 0 and 1; a floor above the ceiling.
-      TypeError: a tracer where a plain number must stand (all but the two leaves).
+      TypeError: a tracer instead of a plain number (only the two leaves may be traced).
 
     >>> scale = DynamicLossScale(2.0**15)
     >>> float(scale.adjust(False).loss_scale), float(scale.adjust(True).loss_scale)
@@ -132,7 +132,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def _sane(self) -> ArrayLike:
-        """The scale; where a checkpoint brought what is none, that of a new one."""
+        """The scale, or that of a new one if a checkpoint brought no valid scale."""
         is_sane = jnp.isfinite(self.loss_scale) & (self.loss_scale > 0)
         return jnp.where(is_sane, self.loss_scale, _RESTART)
 

@@ -1,6 +1,6 @@
 """`scaled_value_and_grad`: differentiate a loss times its scale, report the loss itself.
 
-What was given for a loss scale, or to be differentiated, is checked, with the way out of the usual
+Loss scales and differentiated arguments are checked; the errors name the way out of the usual
 mistakes.
 """
 
@@ -22,13 +22,13 @@ Aux = TypeVar("Aux")
 
 # How models that are no trees of parameters are differentiated, and their gradients accumulated.
 _STEPS = {
-    "flax.nnx": " Train by jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch), or pass "
-    "it to jmp.adapters.nnx.scaled_value_and_grad, inside atomic_step of that module; to "
+    "flax.nnx": " Train with jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch), or "
+    "pass it to jmp.adapters.nnx.scaled_value_and_grad, inside atomic_step of that module; to "
     "accumulate, give it an optimizer of transforms.mixed_precision(optax.MultiSteps(tx, 4), "
     "policy).",
     "flax.linen": " Pass the variables, and call model.apply in the loss.",
-    "equinox": " Pass it to jmp.adapters.equinox.scaled_value_and_grad, which differentiates the "
-    "floating arrays alone; or take them out by eqx.partition(model, eqx.is_inexact_array), and "
+    "equinox": " Pass it to jmp.adapters.equinox.scaled_value_and_grad, which differentiates only "
+    "the floating arrays; or take them out with eqx.partition(model, eqx.is_inexact_array), and "
     "combine them in the loss.",
     "haiku": " Pass the parameters, and call network.apply in the loss.",
 }
@@ -67,7 +67,7 @@ def scaled_value_and_grad(
     fun: Callable[P, tuple[Any, Aux]],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
-    has_aux: Literal[True] = ...,  # never left out: the first of these says what is then returned
+    has_aux: Literal[True] = ...,  # never left out: without it the first of these holds
     *,
     allow_int: bool = False,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
@@ -88,7 +88,7 @@ def scaled_value_and_grad(
     *,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, of a loss that is multiplied by a loss scale.
+    """Like `jax.value_and_grad`, for a loss that is multiplied by a loss scale.
 
     The loss is cast to float32 before it is multiplied: 2**16 is infinite in float16.
 
@@ -133,7 +133,7 @@ def scaled_value_and_grad(
 def scaled_loss(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Returns what to differentiate: a function that returns `(scaled loss, (loss, aux))`.
+    """Returns the function to differentiate, which returns `(scaled loss, (loss, aux))`.
 
     Raises: TypeError, when called, if the loss is not a real floating scalar.
     """
@@ -149,7 +149,7 @@ def scaled_loss(
 
 
 def pair_of(result: Any, expected: str) -> tuple[Any, Any]:
-    """Returns what a function gave beside the loss; raises TypeError if it is no pair.
+    """Returns both values of a result; raises TypeError if it is no pair.
 
     Args:
       expected: the pair, as text, such as "(loss, aux)".
@@ -185,7 +185,7 @@ def _checked_loss(loss: object) -> jax.Array:
 
 
 def check_loss_scale(value: object, caller: str) -> None:
-    """Raises TypeError for what is no loss scale, ValueError for one that cannot be used.
+    """Raises TypeError for a value that is no loss scale, ValueError for one that cannot be used.
 
     >>> check_loss_scale(StaticLossScale(8), "with_loss_scale")
     """
@@ -194,7 +194,7 @@ def check_loss_scale(value: object, caller: str) -> None:
             f"{caller} got loss_scale={described(value)}; expected a loss scale: "
             "jmp.torch_loss_scale(), which adjusts itself, jmp.StaticLossScale(512), "
             "jmp.NoOpLossScale() for none, or the one in force, "
-            "jmp.transforms.loss_scale_state(opt_state).loss_scale. Of an nnx.Optimizer that is "
+            "jmp.transforms.loss_scale_state(opt_state).loss_scale. For an nnx.Optimizer it is "
             "jmp.adapters.nnx.loss_scale(optimizer)."
         )
     if isinstance(value, StaticLossScale):
@@ -204,12 +204,12 @@ def check_loss_scale(value: object, caller: str) -> None:
 def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: str) -> None:
     """Raises TypeError for a model of a framework whose own functions must differentiate it.
 
-    Of an nnx module JAX would differentiate the statistics too, and lose what the loss writes to
-    them. Any other model may stand there if it holds floating and complex arrays alone.
+    JAX would differentiate the statistics of an nnx module too, and lose the loss's changes in
+    them. Any other model may be differentiated if it holds only floating and complex arrays.
 
     Args:
       args: the positional arguments of a call.
-      argnums: those that are to be differentiated.
+      argnums: the numbers of the differentiated arguments.
     """
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):

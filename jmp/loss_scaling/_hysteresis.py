@@ -22,7 +22,7 @@ class HysteresisLossScale(DynamicLossScale):
     this class does not.
     The step itself is skipped on every overflow.
 
-    Attributes, beyond those of `DynamicLossScale`:
+    Attributes, in addition to `DynamicLossScale`'s:
       hysteresis: overflows until the scale backs off, at least 1; with 1 this is
         `DynamicLossScale`.
       tolerance: int32 scalar, a leaf: how many of them are left. A value from a checkpoint that

@@ -23,12 +23,12 @@ class StaticLossScale(LossScale):
 
     Attributes:
       loss_scale: the constant, a Python float, brought into [2**-126, 2**126], where its float32
-        reciprocal exists. Zero is accepted here, as by DeepMind's class, and refused where it is
-        used: it would make every gradient zero, and unscaling divides by it.
+        reciprocal exists. Zero is accepted here, as in DeepMind's class, and refused at its first
+        use: it would make every gradient zero, and unscaling divides by it.
 
     Raises:
       TypeError: not one number, or a tracer (its value must be known when the step is compiled).
-      ValueError: negative, infinite or NaN; where it is used, zero.
+      ValueError: negative, infinite or NaN; zero at its first use.
 
     >>> scale = StaticLossScale(512)
     >>> float(scale.unscale(scale.scale(jnp.float16(3.0))))

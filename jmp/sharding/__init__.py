@@ -1,4 +1,4 @@
-"""What moves between devices: `gather_params`, and along which mapped axes values differ.
+"""Values on several devices: `gather_params`, and along which mapped axes values differ.
 
 `_axes.py` says which axes are mapped, and along which of them a value differs; `_gather.py` moves
 parameters, and gives them their gradients back.

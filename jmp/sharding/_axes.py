@@ -39,8 +39,8 @@ def made_varying(value: Any, axes: tuple[str, ...]) -> Any:
 
 
 def without_reduced(value: Any) -> Any:
-    """Returns `value` as one whose gradient is not one part a device: what is `reduced` no
-    element-wise operation takes."""
+    """Returns `value` without axes that its type calls `reduced`, which no element-wise operation
+    takes."""
     sharding = jax.typeof(value).sharding
     if not sharding.spec.reduced:
         return value
@@ -56,10 +56,10 @@ def unreduced_axes(value: Any) -> frozenset[str]:
 
 
 def names_by_dimension(spec: PartitionSpec, dimensions: int = 0) -> list[tuple[str, ...]]:
-    """Returns the axes that a spec names, dimension by dimension, without what it says of sums.
+    """Returns the axes that a spec names, dimension by dimension, without the axes of sums.
 
     Args:
-      dimensions: how many the array has; a spec may end earlier.
+      dimensions: the number of dimensions of the array; a spec may end earlier.
 
     >>> names_by_dimension(PartitionSpec(None, ("data", "model")), 3)
     [(), ('data', 'model'), ()]
@@ -93,9 +93,9 @@ def agreed(
 
     Args:
       flag: bool scalar, possibly different from device to device.
-      shared: the loss scale. Along an axis where it varies, each device keeps its own.
-      axis_name: "auto", the names of axes, or () to leave the flag alone. "auto" means the mapped
-        axes along which the flag varies and `shared` does not; where JAX does not track that
+      shared: the loss scale. Along an axis along which it varies, each device keeps its own.
+      axis_name: "auto", the names of axes, or () to leave the flag as it is. "auto" means the
+        mapped axes along which the flag varies and `shared` does not; if JAX does not track that
         (pmap, `check_vma=False`), all mapped axes. A vmap's axis is only agreed on if named.
       apart: axes along which each device keeps its own flag.
     """

@@ -1,8 +1,9 @@
-"""`gather_params`: sharded parameters whole, rounded before they move; gradients added up as asked.
+"""`gather_params` makes sharded parameters whole: they are rounded before they move, and their
+gradients are added up in the dtype that the user names.
 
-The user says for each parameter along which axes it lies. Where code is mapped over devices
-(shard_map, pmap) that is enough to gather it; along explicit axes, where types say how each array
-is sharded, it says how the parameter is to lie afterwards.
+The user says for each parameter along which axes it lies. If code is mapped over devices
+(shard_map, pmap) that is enough to gather it; along explicit axes types say how each array is
+sharded, and the user says how the parameter is sharded afterwards.
 """
 
 import itertools
@@ -34,9 +35,9 @@ class Parameter(NamedTuple):
     Attributes:
       path: its names joined by slashes, for messages.
       array: in its own dtype, sharded.
-      dimensions: the axes that a spec names, for each dimension; None where names stood alone.
-      sums: the axes to add up over: names that stood alone, along which it is gathered too, or what
-        a spec calls `reduced`.
+      dimensions: the axes that a spec names, for each dimension; None if the user gave only names.
+      sums: the axes to add up over: the user's names, along which it is gathered too, or the axes
+        that a spec calls `reduced`.
     """
 
     path: str
@@ -58,19 +59,19 @@ def gather_params(
 ) -> T:
     """Gathers sharded parameters in `dtype`; their gradients are added up in `reduce_dtype`.
 
-    For FSDP written by hand, in shard_map or along explicit axes. Each parameter is cast *before*
-    it moves, which halves what is sent; gradients come back in the parameters' own dtype and
-    sharding. Call it inside the function that is differentiated. Under jit with Auto axes there is
-    nothing to call: XLA gathers what was cast, and `jmp.autocast(fun, "mixed_float16,r=f32")` adds
-    up in float32.
+    It is for hand-written FSDP, in shard_map or along explicit axes. Each parameter is cast
+    *before* it moves, which halves what is sent; gradients come back in the parameters' own dtype
+    and sharding. Call it inside the function that is differentiated. Under jit with Auto axes there
+    is nothing to call: XLA gathers the cast parameters, and `jmp.autocast(fun,
+    "mixed_float16,r=f32")` adds up in float32.
 
-    Gradients are summed over the axes that `specs_or_axis` names, also those of parameters that are
+    Gradients are summed over the axes that `specs_or_axis` names, also for parameters that are
     replicated along them: name all axes that the rows of a batch are split along, and give the
     whole tree. With replicas of shards these are the names `("replica", "data")`, or a spec with
     `P("data", reduced={"replica"})`. Over an axis that is not named JAX adds up as it does without
     `gather_params`: in `dtype`, or with `check_vma=False` not at all. Do not `psum` the gradients
-    over these axes again: where each device computes a mean over its own rows, divide by the number
-    of devices instead.
+    over these axes again: if each device computes a mean over its own rows, divide by the number of
+    devices instead.
 
     Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
     lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients
@@ -86,9 +87,9 @@ def gather_params(
         `params`. In shard_map it says how the parameters are sharded, as in `in_specs`; an axis
         left out is not gathered: `P("data")` for a parameter sharded as `P("data", "model")`. Along
         explicit axes it says how they are sharded afterwards, as in `jax.sharding.reshard`: `P()`,
-        or `P(None, "model")`; where it names no axes as `reduced`, sums go over those along which
+        or `P(None, "model")`; if it names no axes as `reduced`, sums go over the axes along which
         nothing is sharded afterwards.
-      dtype: the dtype of what is gathered, such as that of the products.
+      dtype: the dtype in which parameters are gathered, such as the dtype of the products.
       reduce_dtype: the dtype of sums over devices; by default `dtype`, whatever the policy of an
         autocast around the call says.
 
@@ -99,7 +100,7 @@ def gather_params(
       ValueError: neither inside shard_map nor on a mesh with explicit axes; a name that is no axis;
         specs that do not fit `params`; a dtype other than float16, bfloat16, float32 and float64.
 
-    It is the gathering of stage 3 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
+    This is the gathering of stage 3 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
     Toward Training Trillion Parameter Models", section 5.3).
 
     >>> from jax.sharding import AxisType, PartitionSpec as P
@@ -148,8 +149,8 @@ def _moved(
     """Sends an array in `dtype`; its gradient is added up in `reduce_dtype`.
 
     Args:
-      send: from how a parameter lies to how it is to lie.
-      add_up: the other way, of cotangents.
+      send: moves a parameter to its new sharding.
+      add_up: moves a cotangent back, and adds it up.
     """
 
     @jax.custom_vjp
@@ -166,7 +167,7 @@ def _moved(
     return move(array)
 
 
-# Where code is mapped over devices: in shard_map, and in pmap.
+# Code that is mapped over devices: in shard_map, and in pmap.
 
 
 def _gathered_over_mapped_axes(
@@ -220,17 +221,14 @@ def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Nam
                 "expected a dimension along which to gather it. Leave it out of the call."
             )
         return ((0, names),) if names and array.ndim else ()
-    axes = tuple(
-        (dimension, names) for dimension, names in enumerate(parameter.dimensions) if names
-    )
-    for name in itertools.chain.from_iterable(names for _, names in axes):
+    for name in itertools.chain(*parameter.dimensions):
         if name not in differs:
             raise ValueError(
                 f"{CALLER} got a spec with '{name}' for {path}, which is {shape_text(array)} and "
                 f"the same on all devices along '{name}'. Expected how it lies, as shard_map's "
                 "in_specs say it; P() if it is whole."
             )
-    return axes
+    return tuple((number, names) for number, names in enumerate(parameter.dimensions) if names)
 
 
 # Along explicit axes, where types say how each array is sharded.
@@ -251,12 +249,12 @@ def _gathered_by_type(
     if not explicit:
         raise ValueError(
             f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
-            "axes XLA gathers by itself what was cast: leave the call out and write "
+            "axes XLA itself gathers what was cast: leave the call out and write "
             "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
         )
     _check_axes_exist(parameters, explicit, "explicit")
     targets = list(map(_names_afterwards, parameters))
-    # The axes to add up over: those named for it, else where nothing is sharded.
+    # The axes to add up over: the named ones, else all along which nothing is sharded.
     left = {name for target in targets for names in target for name in names}
     data = frozenset().union(*(p.sums for p in parameters)) or frozenset(explicit - left)
     adds_in_another = reduce_dtype != dtype and bool(data)
@@ -264,8 +262,8 @@ def _gathered_by_type(
     if adds_in_another and vectors:
         warnings.warn(
             f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{reduce_dtype}: along explicit axes JAX does that for parameters of two or more "
-            "dimensions alone. Gather these in a call of their own, without reduce_dtype, to "
+            f"{reduce_dtype}: along explicit axes JAX does that only for parameters of two or more "
+            "dimensions. Gather these in a call of their own, without reduce_dtype, to "
             "silence this; in shard_map all add up in the dtype asked.",
             PrecisionWarning,
             stacklevel=3,
@@ -309,7 +307,7 @@ def _names_afterwards(parameter: Parameter) -> list[Names]:
     return [tuple(name for name in names if name not in parameter.sums) for names in own]
 
 
-# What the user said: names of axes, or specs.
+# The user's names of axes, or specs.
 
 
 def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:

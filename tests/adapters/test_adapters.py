@@ -478,7 +478,9 @@ def test_a_policy_of_haikus_own_beside_that_of_with_policy_is_reported():
     half = adapters.haiku.autocast(network, "mixed_float16")
     hk.mixed_precision.set_policy(hk.Linear, jmp.get_policy("half"))
     try:
-        with pytest.warns(UserWarning, match=r"'Linear' by .*set_policy too.*clear_policy"):
+        with pytest.warns(
+            UserWarning, match=r"'Linear' has a policy .*set_policy too.*clear_policy"
+        ):
             jax.eval_shape(half.apply, params, WEIGHT)
     finally:
         hk.mixed_precision.clear_policy(hk.Linear)

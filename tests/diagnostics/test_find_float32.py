@@ -13,7 +13,7 @@ from flax import nnx
 
 import jmp
 from jmp import adapters, diagnostics
-from jmp.diagnostics._scope_search import rules_for, search
+from jmp.diagnostics._find_float32 import rules_for, search
 from testbed import models
 from tests.commands import in_full
 

@@ -373,7 +373,7 @@ CASES = [
     # Derivatives.
     Case(jax.grad(trap), (jnp.array([1.0, 0.0]),), "div", "derivative divides by zero", "NaN",
          "backward", dtype="float32"),
-    Case(jax.grad(trap_of_a_root), (jnp.array([1.0, 0.0]),), "div", "that of sqrt",
+    Case(jax.grad(trap_of_a_root), (jnp.array([1.0, 0.0]),), "div", "derivative of sqrt",
          dtype="float32"),
     Case(jax.grad(unscaled), (ONES,), "convert_element_type", "lower the scale",
          direction="backward"),
@@ -395,7 +395,7 @@ CASES = [
     Case(autocast_product, (300 * ONES,), "dot_general", 'rules=[("head*", "float32")]',
          module="head"),
     Case(linen_model, (jnp.ones((1, 4)),), "exp", "", inside=("jit apply",), module="Head"),
-    Case(nnx_model, (NnxHead(nnx.Rngs(0)), jnp.ones((1, 4))), "div", "that of sqrt",
+    Case(nnx_model, (NnxHead(nnx.Rngs(0)), jnp.ones((1, 4))), "div", "derivative of sqrt",
          dtype="float32"),
 ]  # fmt: skip
 

@@ -363,7 +363,7 @@ def test_printed():
         assert column in text
     assert "100.0% of the floating-point operations in float16" in text
     assert "tensor cores multiply in half" in text
-    assert "rows, those of modules" not in text  # each has its own line
+    assert "rows; repeated modules" not in text  # each has its own line
 
 
 def test_what_is_in_no_module_is_at_the_top_where_there_are_modules():
@@ -384,7 +384,7 @@ def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
         texts[layers] = str(found)
         (head,) = re.findall(r"^  GPT2/transformer/h/\*/attn/c_attn .*", texts[layers], re.M)
         assert f"dot_general x {layers} [1]" in head
-        assert f"{len(found.rows)} rows, those of modules that repeat" in texts[layers]
+        assert f"{len(found.rows)} rows; repeated modules" in texts[layers]
         assert "report.table() shows each row" in texts[layers]
         # A line for each row, and for each reason; more where a row is wider than the table.
         assert len(found.table().splitlines()) >= len(found.rows) + 6

@@ -213,3 +213,74 @@ def test_a_star_import_of_an_adapter_gives_the_names_of_its_reference_page(name)
 def test_there_are_as_many_names_as_the_front_doors_have():
     assert len(NAMES) >= 82
     assert set(jmp.__all__) <= {p.id.removeprefix("jmp.") for p in NAMES}
+
+
+PACKAGE = ROOT / "jmp"
+UNMENDED = ("autocasting", "transforms")  # folders whose prose still has these habits
+HABITS = {
+    # It may say that nothing else is there: behind "tried alone", nothing else is tried.
+    "alone, for only": r"(?<!tried)(?<!runs)(?<!stand)(?<=[\w`'\")]) alone\b",
+    "a training, for a run": r"\btrainings\b|\ba training[.,;:]",
+    "a chain of those of and that of": r"\b(those|that) of (\w+ ){0,4}(those|that) of\b",
+    "of in front of the subject": r"(^|[.:;] )Of (an?|the|several|its) ",
+    "a subject that is a clause": r"(^|[.:;] )What \w[^?]*([.:;]|$)",
+}
+
+
+def prose_in(path):
+    """Yields each paragraph of text in a file on one line: docstrings, messages and comments."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    for node in formatted:
+        parts = [part.value if isinstance(part, ast.Constant) else "_" for part in node.values]
+        yield "".join(parts)
+    inside = {id(part) for node in formatted for part in node.values}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
+            text = re.sub(r"^ *(>>>|\.\.\.).*$", "", node.value, flags=re.MULTILINE)
+            yield from (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    comments = re.findall(r"^ *# .*(?:\n *# .*)*|  # .*", source, re.MULTILINE)
+    yield from (re.sub(r"\s*# ", " ", comment).strip() for comment in comments)
+
+
+def habits_in(path):
+    """Returns the sentences of a file that have one of the habits, with its name."""
+    return [
+        (habit, text[max(0, found.start() - 40) : found.end() + 40])
+        for text in prose_in(path)
+        for habit, pattern in HABITS.items()
+        for found in re.finditer(pattern, text)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_sentences_have_a_subject_and_the_common_word(path):
+    if path.relative_to(PACKAGE).parts[0] not in UNMENDED:
+        assert habits_in(path) == []
+
+
+def test_habits_are_found_in_docstrings_messages_and_comments(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        '''"""One line.
+
+What selects is found.
+
+>>> print("What is an example is left out.")
+"""
+x = 1  # of parameters alone
+# Those of the model, and that
+# of those of a view.
+raise ValueError(f"{x} got two. Of a module "
+                 "it is the trainings.")
+y = "tried alone"
+'''
+    )
+    assert sorted(habit for habit, _ in habits_in(path)) == sorted(HABITS)
