@@ -85,7 +85,6 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.run --suite wire
 	.venv-test/bin/python -m benchmarks.run --suite programs
 	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
-	.venv-test/bin/python -m benchmarks.start_up
 	.venv-test/bin/python -m benchmarks.report
 
 .PHONY: targets
@@ -102,7 +101,6 @@ soak: .venv-test/installed  ## Kill and resume trainings, and whatever else take
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
 
 package: .venv-test/installed  ## Build wheel and sdist into dist/ and try them in a clean environment.
-	.venv-test/bin/python -m benchmarks.start_up --rounds 5 --output-dir build
 	.venv-test/bin/python -m tests.project.package $(if $(LINKS),--links $(LINKS) --images $(IMAGES))
 
 .venv-published/installed: pyproject.toml Makefile
