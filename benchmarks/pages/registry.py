@@ -64,6 +64,15 @@ def figure(name: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
     return register
 
 
+def numbers(texts: dict[str, str]) -> None:
+    """Registers figures that are one number of their file: what `str.format` makes of the file.
+
+    With `{"overflow/before": "{[accuracy][at the cure]:.1%}"}` a page says "94.4 %".
+    """
+    for name, text in texts.items():
+        figure(name)(lambda found, text=text: text.format(found).replace("%", " %"))
+
+
 # How numbers are printed.
 
 
