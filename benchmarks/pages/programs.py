@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _counted, programs
+from benchmarks import programs
 from benchmarks._tables import table
-from benchmarks._wire_report import MIB
+from benchmarks.pages.recipes import limit_text
 from benchmarks.pages.registry import digits, figure, percent, size
+from benchmarks.pages.wire import MIB
 from benchmarks.workloads import UPDATES
 
 # Recipes side by side.
@@ -99,7 +100,7 @@ def _(found: Any) -> str:
     rows = [
         [
             title,
-            _counted.limit_text(step),
+            limit_text(step),
             f"{step['bytes_moved'] / 1e9:.1f} GB",
             f"{step['gradient_error']:.1e}",
         ]

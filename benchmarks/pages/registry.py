@@ -1,7 +1,11 @@
 """The files that the figures of pages come from, and what makes each figure from its file."""
 
+import functools
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from benchmarks.processes import ROOT
 
 
 class Source(NamedTuple):
@@ -38,6 +42,8 @@ SOURCES = {
     "targets": Source(
         "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
     ),
+    "checks": Source("results/benchmarks/checks.json", "python -m benchmarks.run --suite checks"),
+    "cpu": Source("results/benchmarks/cpu.json", "python -m benchmarks.run --suite cpu"),
     "gpu": Source("results/benchmarks/gpu.json", "python -m benchmarks.run --suite gpu"),
     "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
@@ -48,6 +54,12 @@ SOURCES = {
 }
 
 FIGURES: dict[str, Callable[[Any], str]] = {}
+
+
+@functools.cache
+def read(source: str) -> Any:
+    """Returns the contents of a file of `SOURCES`."""
+    return json.loads((ROOT / SOURCES[source].file).read_text())
 
 
 def figure(name: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:

@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks import targets
 from benchmarks._drawing import FONT, narrow
 from benchmarks._tables import table, total
-from benchmarks._wire_report import COLUMNS, MIB, by_kind
 from benchmarks.pages.registry import figure
+from benchmarks.pages.wire import COLUMNS, MIB, by_kind
 from benchmarks.targets import BASE, GPU_HALVES, TIMED
 from benchmarks.workloads import UPDATES
 from testbed.machines.gpus import GPUS
