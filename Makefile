@@ -94,8 +94,9 @@ targets: .venv-targets/installed .venv-jax-0.12/installed  ## Install the compil
 docs: .venv-test/docs  ## Build the documentation into site/; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict
 
-public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
+public-models: .venv-published/installed .venv-test/installed  ## Try autocast on models that others published; an hour.
 	.venv-published/bin/python -m benchmarks.public_models
+	.venv-test/bin/python -m benchmarks.report
 
 soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; half an hour.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak

@@ -17,6 +17,7 @@ from benchmarks.pages import (  # noqa: F401 (they register)
     measured,
     planner,
     programs,
+    published,
     recipes,
     small_states,
     soak,

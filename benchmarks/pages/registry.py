@@ -42,6 +42,7 @@ SOURCES = {
     "targets": Source(
         "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
     ),
+    "published": Source("results/benchmarks/public_models", "make public-models"),
     "checks": Source("results/benchmarks/checks.json", "python -m benchmarks.run --suite checks"),
     "cpu": Source("results/benchmarks/cpu.json", "python -m benchmarks.run --suite cpu"),
     "gpu": Source("results/benchmarks/gpu.json", "python -m benchmarks.run --suite gpu"),
@@ -58,8 +59,11 @@ FIGURES: dict[str, Callable[[Any], str]] = {}
 
 @functools.cache
 def read(source: str) -> Any:
-    """Returns the contents of a file of `SOURCES`."""
-    return json.loads((ROOT / SOURCES[source].file).read_text())
+    """Returns the contents of a file of `SOURCES`; of a folder, those of all files in it."""
+    path = ROOT / SOURCES[source].file
+    if path.is_dir():
+        return [json.loads(file.read_text()) for file in sorted(path.glob("*.json"))]
+    return json.loads(path.read_text())
 
 
 def figure(name: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:

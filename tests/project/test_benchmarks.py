@@ -16,7 +16,6 @@ import benchmarks.run
 from benchmarks import (
     models,
     programs,
-    public_models,
     recipes,
     targets,
     worker,
@@ -30,7 +29,6 @@ from benchmarks.pages.registry import FIGURES, read
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
-from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, rehearsal
 from testbed.machines.gpus import as_if_cudnn
@@ -352,12 +350,6 @@ def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys
     assert exit.value.code not in (None, 0)
     assert sentence in capsys.readouterr().err + str(exit.value.code)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_page_of_published_models_is_what_the_committed_results_say():
-    files = sorted(public_models.RESULTS.glob("*.json"))
-    results = [json.loads(file.read_text()) for file in files]
-    assert _page.page(results) == public_models.PAGE.read_text()
 
 
 def test_the_recipes_of_others_move_as_many_bytes_as_the_step_by_hand():

@@ -93,7 +93,6 @@ def test_a_figure_is_drawn_twice_alike_and_says_its_source(tmp_path):
 # Tables whose figures other tests compare with their files, or that are whole pages or parts of
 # pages that a program writes and a test compares.
 ELSEWHERE = {
-    "public_models.md": "benchmarks.public_models",
     "op_table.md": "docs.op_table",
     "mistakes.md": "docs.mistakes",
     "checkpoints.md": "benchmarks.migrations",
