@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._tables import table
+from benchmarks.migrations import MIGRATIONS, WAYS
 from benchmarks.pages.registry import figure, numbers, percent
 
 numbers({
@@ -80,6 +81,27 @@ def _(found: Any) -> str:
 
 
 # Migrations.
+
+
+def _bit_equal(found: list[dict[str, Any]]) -> str:
+    failed = sorted({name for one in found for name, value in one.items() if value is False})
+    if not failed:
+        return "yes"
+    difference = max(one["largest_difference"] for one in found)
+    return f"except {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
+
+
+@figure("migrations/table")
+def _(found: Any) -> str:
+    """A row for each title of lines that are run."""
+    titles = dict.fromkeys(row.title for row in MIGRATIONS)
+    rows = []
+    for title in titles:
+        same = [row for row in MIGRATIONS if row.title == title]
+        pairs = f" ({len(same)} pairs)" if len(same) > 1 else ""
+        cells = [_bit_equal([found[row.name][way] for row in same]) for way in WAYS]
+        rows.append([f"{title}{pairs}", *cells, same[0].remark])
+    return table(["from, to", "bit-equal by flax.serialization", "by Orbax", "what changes"], rows)
 
 
 @figure("migrations/all")

@@ -95,7 +95,6 @@ def test_a_figure_is_drawn_twice_alike_and_says_its_source(tmp_path):
 ELSEWHERE = {
     "op_table.md": "docs.op_table",
     "mistakes.md": "docs.mistakes",
-    "checkpoints.md": "benchmarks.migrations",
     "examination.md": "test_soak.py",
 }
 MEASURED = re.compile(r"[+-]?\d[\d,]*(\.\d+)?( (%|[kMG]?B|ms|s))?( ± \d+(\.\d+)?( %)?)?")
@@ -170,7 +169,7 @@ def quantities(text):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in pages.PAGES if page.name not in ELSEWHERE.keys() - {"checkpoints.md"}],
+    [page for page in pages.PAGES if page.name not in ELSEWHERE.keys()],
     ids=lambda page: page.name,
 )
 def test_a_measurement_in_a_sentence_comes_from_a_file(page):
