@@ -85,7 +85,6 @@ bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everyt
 	.venv-test/bin/python -m benchmarks.run --suite wire
 	.venv-test/bin/python -m benchmarks.run --suite programs
 	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
-	.venv-test/bin/python -m benchmarks.start_up
 	.venv-test/bin/python -m benchmarks.report
 
 .PHONY: targets
@@ -95,14 +94,14 @@ targets: .venv-targets/installed .venv-jax-0.12/installed  ## Install the compil
 docs: .venv-test/docs  ## Build the documentation into site/; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict
 
-public-models: .venv-published/installed  ## Try autocast on models that others published; an hour.
+public-models: .venv-published/installed .venv-test/installed  ## Try autocast on models that others published; an hour.
 	.venv-published/bin/python -m benchmarks.public_models
+	.venv-test/bin/python -m benchmarks.report
 
 soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; half an hour.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
 
 package: .venv-test/installed  ## Build wheel and sdist into dist/ and try them in a clean environment.
-	.venv-test/bin/python -m benchmarks.start_up --rounds 5 --output-dir build
 	.venv-test/bin/python -m tests.project.package $(if $(LINKS),--links $(LINKS) --images $(IMAGES))
 
 .venv-published/installed: pyproject.toml Makefile

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.op_sweep import PLACES
 from jmp.adapters import linen, nnx
 from testbed import (
     float8_programs,
@@ -198,12 +197,49 @@ def of_planned() -> Makers:
     }
 
 
+@functools.cache
+def _identity() -> jax.Array:
+    """Returns a matrix that counts as a weight: one made inside a program would be a constant."""
+    with jax.ensure_compile_time_eval():
+        return jnp.eye(2)
+
+
+def _product(x: Any) -> Any:
+    """Multiplies an array by one, as a matrix product; each entry by itself, so that NaN stays.
+
+    Twice, since one product of inputs stays float32 if a sine reads it; beside zeros, since a sum
+    over an axis of length one is a multiplication.
+    """
+    if not x.size:
+        return x
+    beside_zeros = jnp.pad(jnp.reshape(x, (-1, 1)), ((0, 0), (0, 1)))
+    return jnp.reshape((beside_zeros @ _identity() @ _identity())[:, 0], x.shape)
+
+
+def _behind(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *xs: fun(*map(_product, xs))
+
+
+def _in_front(fun: Callable[..., Any]) -> Callable[..., Any]:
+    is_float32 = lambda x: getattr(x, "dtype", None) == np.float32
+    multiplied = lambda x: _product(x) if is_float32(x) else x
+    return lambda *xs: jax.tree.map(multiplied, fun(*xs))
+
+
+# Where an operation stands beside products.
+PLACES: dict[str, Callable[..., Any]] = {
+    "alone": lambda fun: fun,
+    "behind": _behind,
+    "in front": _in_front,
+    "between": lambda fun: _in_front(_behind(fun)),
+}
+
+
 def of_operations() -> Makers:
-    places = {"alone": lambda fun: fun} | PLACES
     return {
-        f"{name} {place}": functools.partial(Program, places[place](call), tuple(inputs))
+        f"{name} {place}": functools.partial(Program, wrap(call), tuple(inputs))
         for name, call, inputs in op_cases.OP_CASES
-        for place in places
+        for place, wrap in PLACES.items()
     }
 
 

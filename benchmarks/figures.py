@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks import _counted
-from benchmarks.pages import small_states, targets
+from benchmarks.pages import recipes, small_states, targets
 from benchmarks.processes import ROOT
 
 FOLDER = ROOT / "docs" / "figures"
@@ -59,8 +58,8 @@ DRAWINGS |= {
     "small_states": (small_states.plot, ("small_states.json",)),
 }
 DRAWINGS |= {
-    _counted.drawing(key): (functools.partial(_counted.plot, key), ("benchmarks/compiled.json",))
-    for key in _counted.DRAWN
+    recipes.drawing(key): (functools.partial(recipes.plot, key), ("benchmarks/compiled.json",))
+    for key in recipes.DRAWN
 }
 
 

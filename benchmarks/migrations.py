@@ -2,14 +2,15 @@
 
     python -m benchmarks.migrations    # a minute
 
-The lines of each migration are run as they stand in `docs/checkpoints.md`, on a training that was
+The lines of each migration are those of `docs/checkpoints.md`. They are run on a training that was
 saved and restored, once by `flax.serialization` and once by Orbax. Results go to
-`results/migrations.json`, and the table and the lines in that page are written anew.
+`results/migrations.json`, of which `python -m benchmarks.report` writes the table on that page.
 """
 
 import dataclasses
 import json
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,10 @@ from jmp.adapters import linen
 
 RESULTS = ROOT / "results" / "migrations.json"
 PAGE = ROOT / "docs" / "checkpoints.md"
-BEGIN, END = "<!-- written by benchmarks/migrations.py -->\n", "<!-- end -->\n"
+# By their titles, which stand behind the table.
+_, _, _behind_table = PAGE.read_text().partition("<!-- from migrations/table -->")
+_section, _, _ = _behind_table.partition("\n## ")
+LINES = dict(re.findall(r"^(\S[^\n]*):\n\n```py\n(.*?)^```", _section, re.M | re.S))
 
 inner = optax.adam(1e-2)
 SCALES = {
@@ -59,9 +63,7 @@ class Migration:
 
     Attributes:
       old, new: the optimizers.
-      lines: what to run, once for all migrations of the same `recipe`. They find what was restored
-        as `params` and `opt_state` (or as `state`), and the new optimizer as `tx`; they leave
-        the new `params` and `opt_state` (or `state`).
+      recipe: what the table calls it, and the title of its lines; by default `name`.
       stored: how the old training stores its parameters.
       remark: what changes beside what is measured.
       pack: makes of parameters and optimizer state what is saved.
@@ -71,12 +73,24 @@ class Migration:
     name: str
     old: optax.GradientTransformation
     new: optax.GradientTransformation
-    lines: str
     recipe: str = ""
     stored: str = "float32"
     remark: str = ""
     pack: Callable[[Any, Any], dict[str, Any]] = lambda p, o: {"params": p, "opt_state": o}
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.recipe or self.name
+
+    @property
+    def lines(self) -> str:
+        """Returns the lines that are run.
+
+        They find what was restored as `params` and `opt_state` (or as `state`), and the new
+        optimizer as `tx`; they leave the new `params` and `opt_state` (or `state`).
+        """
+        return LINES[self.title[0].upper() + self.title[1:]]
 
 
 def with_dynamic_scale(params: Any, opt_state: Any) -> dict[str, Any]:
@@ -94,87 +108,17 @@ def in_state(cls: type, tx: optax.GradientTransformation) -> Callable[[Any, Any]
 
 COUNTS_GO = "the counts of skipped steps are lost"
 MIGRATIONS = (
-    Migration(
-        "float32 to a dynamic scale",
-        inner,
-        DYNAMIC,
-        "opt_state = tx.init(params)._replace(inner_state=opt_state)\n",
-    ),
-    Migration(
-        "a dynamic scale to float32",
-        DYNAMIC,
-        inner,
-        "opt_state = opt_state.inner_state\n",
-        remark=COUNTS_GO,
-    ),
-    Migration(
-        "float32 to O2: half parameters, masters",
-        inner,
-        MASTERS,
-        """full, params = params, linen.cast_params(params, "O2")
-opt_state = tx.init(params)._replace(inner_state=opt_state)
-opt_state = transforms.reset_masters(opt_state, full)
-""",
-    ),
-    Migration(
-        "float32 to O2: half parameters, masters, a dynamic scale",
-        inner,
-        BOTH,
-        """full, params = params, linen.cast_params(params, "O2")
-new = tx.init(params)
-with_masters = new.inner_state._replace(inner_state=opt_state)
-opt_state = new._replace(inner_state=with_masters)
-opt_state = transforms.reset_masters(opt_state, full)
-""",
-    ),
-    Migration(
-        "masters to float32",
-        MASTERS,
-        inner,
-        """params = transforms.masters(opt_state, params)
-opt_state = opt_state.inner_state
-""",
-        stored="O2",
-    ),
-    Migration(
-        "masters and a dynamic scale to float32",
-        BOTH,
-        inner,
-        """params = transforms.masters(opt_state, params)
-opt_state = opt_state.inner_state.inner_state
-""",
-        stored="O2",
-        remark=COUNTS_GO,
-    ),
-    Migration(
-        "float32 to split masters",
-        inner,
-        SPLIT,
-        """full, params = params, linen.cast_params(params, "p=bf16,c=bf16,o=f32")
-opt_state = tx.init(params)._replace(inner_state=opt_state)
-params, opt_state = transforms.set_masters(opt_state, params, full)
-""",
-    ),
-    Migration(
-        "split masters to float32",
-        SPLIT,
-        inner,
-        """params = transforms.masters(opt_state, params)
-opt_state = opt_state.inner_state
-""",
-        stored="bfloat16",
-    ),
+    Migration("float32 to a dynamic scale", inner, DYNAMIC),
+    Migration("a dynamic scale to float32", DYNAMIC, inner, remark=COUNTS_GO),
+    Migration("float32 to O2: half parameters, masters", inner, MASTERS),
+    Migration("float32 to O2: half parameters, masters, a dynamic scale", inner, BOTH),
+    Migration("masters to float32", MASTERS, inner, stored="O2"),
+    Migration("masters and a dynamic scale to float32", BOTH, inner, stored="O2", remark=COUNTS_GO),
+    Migration("float32 to split masters", inner, SPLIT),
+    Migration("split masters to float32", SPLIT, inner, stored="bfloat16"),
     *(
         Migration(
-            name,
-            old,
-            new,
-            """values = transforms.masters(opt_state, params)
-opt_state = tx.init(params)._replace(inner_state=opt_state.inner_state)
-params, opt_state = transforms.set_masters(opt_state, params, values)
-""",
-            recipe="whole masters to split masters, and back",
-            stored="bfloat16",
+            name, old, new, recipe="whole masters to split masters, and back", stored="bfloat16"
         )
         for name, old, new in (
             ("masters to split masters", MASTERS, SPLIT),
@@ -186,7 +130,6 @@ params, opt_state = transforms.set_masters(opt_state, params, values)
             f"{old} scale to {new}",
             transforms.with_loss_scale(inner, SCALES[old]),
             transforms.with_loss_scale(inner, SCALES[new]),
-            "opt_state = transforms.set_loss_scale(opt_state, new_scale)\n",
             recipe="a scale of one class to another: dynamic, static, no-op, hysteresis",
             more={"new_scale": SCALES[new]},
         )
@@ -198,12 +141,6 @@ params, opt_state = transforms.set_masters(opt_state, params, values)
         "masters in a tree to flat masters",
         MASTERS,
         FLAT,
-        """masters = transforms.masters(opt_state, params)
-new = tx.init(params)
-join = lambda vector, old: ravel_pytree(old)[0].reshape(vector.shape)
-moments = jax.tree.map(join, new.inner_state, opt_state.inner_state)
-opt_state = transforms.reset_masters(new._replace(inner_state=moments), masters)
-""",
         stored="float16",
         remark="an update of one vector rounds differently",
     ),
@@ -211,12 +148,6 @@ opt_state = transforms.reset_masters(new._replace(inner_state=moments), masters)
         "flat masters to masters in a tree",
         FLAT,
         MASTERS,
-        """masters = transforms.masters(opt_state, params)
-_, cut = ravel_pytree(masters)
-moments = jax.tree.map(lambda old: cut(old) if old.ndim else old, opt_state.inner_state)
-opt_state = tx.init(params)._replace(inner_state=moments)
-opt_state = transforms.reset_masters(opt_state, masters)
-""",
         stored="float16",
         remark="an update of one vector rounds differently",
     ),
@@ -224,36 +155,15 @@ opt_state = transforms.reset_masters(opt_state, masters)
         "Flax's `DynamicScale` to a dynamic scale",
         inner,
         transforms.with_loss_scale(inner, LIKE_FLAX),
-        """new_scale = jmp.DynamicLossScale(
-    dynamic_scale.scale,
-    dynamic_scale.fin_steps,
-    # Theirs grows one step after its interval.
-    period=dynamic_scale.growth_interval + 1,
-    growth_factor=dynamic_scale.growth_factor,
-    backoff_factor=dynamic_scale.backoff_factor,
-    min_loss_scale=dynamic_scale.minimum_scale or 0.0,
-)
-opt_state = tx.init(params)._replace(inner_state=opt_state, loss_scale=new_scale)
-""",
         pack=with_dynamic_scale,
     ),
     Migration(
-        "Flax's `TrainState` to ours",
-        inner,
-        DYNAMIC,
-        """new = linen.TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
-opt_state = new.opt_state._replace(inner_state=state.opt_state)
-state = new.replace(opt_state=opt_state, step=jnp.asarray(state.step, jnp.int32))
-""",
-        pack=in_state(train_state.TrainState, inner),
+        "Flax's `TrainState` to ours", inner, DYNAMIC, pack=in_state(train_state.TrainState, inner)
     ),
     Migration(
         "our `TrainState` to Flax's",
         DYNAMIC,
         inner,
-        """new = train_state.TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
-state = new.replace(opt_state=state.opt_state.inner_state, step=state.step)
-""",
         remark=COUNTS_GO,
         pack=in_state(linen.TrainState, DYNAMIC),
     ),
@@ -363,42 +273,10 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def table(results: dict[str, Any]) -> str:
-    """Returns the table and, below it, the lines of every migration."""
-    recipes: dict[str, list[Migration]] = {}
-    for row in MIGRATIONS:
-        recipes.setdefault(row.recipe or row.name, []).append(row)
-    text = [
-        "| from, to | bit-equal by flax.serialization | by Orbax | what changes |",
-        "|---|---|---|---|",
-    ]
-    for recipe, rows in recipes.items():
-        cells = [_cell([results[row.name][way] for row in rows]) for way in WAYS]
-        pairs = f" ({len(rows)} pairs)" if len(rows) > 1 else ""
-        text.append(f"| {recipe}{pairs} | {cells[0]} | {cells[1]} | {rows[0].remark} |")
-    for recipe, rows in recipes.items():
-        text += ["", f"{recipe[0].upper()}{recipe[1:]}:", "", "```py", rows[0].lines + "```"]
-    return "\n".join(text) + "\n"
-
-
-def _cell(found: list[dict[str, Any]]) -> str:
-    failed = sorted({name for one in found for name, value in one.items() if value is False})
-    if not failed:
-        return "yes"
-    difference = max(one["largest_difference"] for one in found)
-    return f"except {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
-
-
-def page_with(page: str, text: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> None:
     results = {row.name: {way: compared(row, way) for way in WAYS} for row in MIGRATIONS}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(page_with(PAGE.read_text(), table(results)))
-    print(f"Wrote {RESULTS} and {PAGE}.")
+    print(f"Wrote {RESULTS}. `python -m benchmarks.report` makes the table of it.")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Takes published models through autocast and the adapters, and writes `docs/public_models.md`.
+"""Takes published models through autocast and the adapters, for `docs/public_models.md`.
 
-    python -m benchmarks.public_models    # what has no result yet, then the page
+    python -m benchmarks.public_models    # what has no result yet
     python -m benchmarks.public_models --list
     python -m benchmarks.public_models --only bert gpt-2    # these, whether or not they have one
-    python -m benchmarks.public_models --report    # the page alone
 
-`make public-models` installs the models' packages and runs all of it. Each model runs in a process
-of its own on the CPU and has a file of its own under `results/benchmarks/public_models`: a run that
-is cut short goes on where it stopped. Models that fail are rows of the page.
+`make public-models` installs the models' packages, runs all of it and writes the page. Each model
+runs in a process of its own on the CPU and has a file of its own under
+`results/benchmarks/public_models`: a run that is cut short goes on where it stopped. Models that
+fail are rows of the page.
 """
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -21,10 +22,8 @@ from typing import Any
 
 from benchmarks import published
 from benchmarks.processes import ROOT
-from benchmarks.published import _page
 
 RESULTS = ROOT / "results" / "benchmarks" / "public_models"
-PAGE = ROOT / "docs" / "public_models.md"
 LIMIT = 1800  # seconds a model
 
 
@@ -34,7 +33,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the models and end")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="run these, again if need be")
-    parser.add_argument("--report", action="store_true", help="run nothing, write the page")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     return parser.parse_args()
 
@@ -74,7 +72,22 @@ def run(arguments: argparse.Namespace) -> None:
     with futures.ThreadPoolExecutor(arguments.jobs) as pool:
         results = pool.map(lambda name: measure(sources[name], name), names)
         for name, result in zip(names, results, strict=True):
-            print(_page.line(name, result), flush=True)
+            print(line(name, result), flush=True)
+
+
+def line(name: str, result: dict[str, Any]) -> str:
+    """Returns what is printed when a model is done."""
+    if "error" in result:
+        return f"{name}: {result['error']}"
+    parts = []
+    for recipe, found in result["recipes"].items():
+        if "error" in found:
+            parts.append(f"{recipe}: {found['error']}")
+        elif recipe != "float32":
+            error = found.get("gradient_error", found.get("error_of_scores"))
+            ok = f"{error:.1e}" if math.isfinite(error) else "not finite"
+            parts.append(f"{recipe}: {found['half']} of {found['products']} half, {ok}")
+    return f"{name}: " + "; ".join(parts)
 
 
 def main() -> None:
@@ -83,11 +96,8 @@ def main() -> None:
         for source, (title, _) in published.SOURCES.items():
             print(f"{title}: {', '.join(row.name for row in published.rows_of(source))}")
         return
-    if not arguments.report:
-        run(arguments)
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    PAGE.write_text(_page.page(found))
-    print(f"Wrote {PAGE}.")
+    run(arguments)
+    print(f"Wrote {RESULTS}. `python -m benchmarks.report` makes the page of it.")
 
 
 if __name__ == "__main__":

@@ -6,19 +6,6 @@ from jmp.autocasting import Category, all_rules
 
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 
-INTRODUCTION = """# Op table
-
-The tables say what `jmp.autocast` does with each primitive; a test compares this page with the
-registry. [What autocast does](autocast.md) says how the planner uses it.
-`register_rule` adds a primitive of your own; `low=`, `full=` and `follow=` change a category for
-one call.
-
-A rule has a category and traits. *fusible*: XLA fuses the primitive with its neighbours, so it may
-be part of a float32 island. *expensive*: its derivative keeps float32 values, so an island with
-one is recomputed. *sums backward*: it loses nothing in half, but its derivative is a sum, so it
-runs in float32 between two casts. `jmp.autocasting.Rule` explains the other traits.
-"""
-
 CATEGORIES = {
     Category.LOW: "Low: operands and result in the compute dtype",
     Category.FULL: "Full: float32",
@@ -29,8 +16,9 @@ CATEGORIES = {
 
 
 def page():
-    """Returns the page's text."""
-    parts = [INTRODUCTION]
+    """Returns the page's text: what stands before its first table, and the tables."""
+    introduction, _, _ = PAGE.read_text().partition("\n## ")
+    parts = [introduction]
     for category, title in CATEGORIES.items():
         parts.append(f"## {title}\n")
         parts.append("| primitives | why | traits |\n|---|---|---|")

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jmp
+from testbed.random_programs import clip_gradient
 
 Array = Any
 Step = Callable[[Sequence[Array], Array], Array]  # of the parameters and an activation
@@ -106,13 +107,6 @@ def doubled(h: Array) -> Array:
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2.0 * tangents[0]))
 
 
-@jax.custom_vjp
-def clipped(h: Array) -> Array:
-    return h * 1.0
-
-
-clipped.defvjp(lambda h: (h * 1.0, None), lambda _, g: (jnp.clip(g, -1e3, 1e3),))
-
 MOVES: dict[str, Callable[[Array], Array]] = {
     "flatten": flattened,
     "split rows": split_rows,
@@ -164,7 +158,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "square": lambda h: 0.25 * h * h,
     "clip": lambda h: jnp.clip(h, -2.0, 2.0),
     "custom jvp": doubled,
-    "custom vjp": clipped,
+    "custom vjp": clip_gradient,
     "softmax": lambda h: h.shape[-1] ** 0.5 * jax.nn.softmax(h),
     "norm": lambda h: h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-3),
     "jit of gelu": jax.jit(lambda h: jax.nn.gelu(flattened(h))),

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from testbed import float8_programs, op_cases
+from testbed.float8_programs import flattened
 
 Array = Any
 Step = Callable[["Draw", Array], Array]
@@ -142,11 +143,6 @@ def _positions(x: Array, axis: int) -> Array:
     return jnp.arange(x.shape[axis]).reshape(shape)
 
 
-def matrix_of(x: Array) -> Array:
-    """Returns an array of two axes, the last as before."""
-    return x.reshape(-1, x.shape[-1])
-
-
 def fitted(y: Array, x: Array) -> Array:
     """Returns what an array gives in the shape and dtype of another."""
     y = y.astype(x.dtype)
@@ -159,90 +155,35 @@ def fitted(y: Array, x: Array) -> Array:
     return x * jnp.mean(y) if y.size else x
 
 
-# Steps between products.
-
-
-@jax.custom_jvp
-def halved(x: Array) -> Array:
-    return 0.5 * x
-
-
-halved.defjvp(lambda primals, tangents: (halved(*primals), 0.5 * tangents[0]))
-
-
-@jax.custom_vjp
-def reversed_gradient(x: Array) -> Array:
-    return x * 1.0
-
-
-reversed_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (-g,))
+# Steps between products. Some of them are also operations of other tables.
 
 UNARY: dict[str, Callable[[Array], Array]] = {
-    "tanh": jnp.tanh,
-    "gelu": jax.nn.gelu,
-    "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "leaky relu": jax.nn.leaky_relu,
-    "softplus": jax.nn.softplus,
-    "sigmoid": jax.nn.sigmoid,
-    "exp": jnp.exp,
-    "exp of a negative": lambda x: jnp.exp(-jnp.abs(x)),
-    "expm1": jnp.expm1,
-    "log": lambda x: jnp.log(jnp.abs(x) + 1e-6),
-    "log1p": lambda x: jnp.log1p(jnp.abs(x)),
-    "sqrt": lambda x: jnp.sqrt(x * x + 1e-12),
-    "rsqrt": lambda x: lax.rsqrt(x * x + 1e-5),
+    **{name: call for name, (call, _) in op_cases.UNARY.items()},
+    **float8_programs.FUNCTIONS,
+    "log of an absolute": lambda x: jnp.log(jnp.abs(x) + 1e-6),
+    "sqrt of a square": lambda x: jnp.sqrt(x * x + 1e-12),
+    "rsqrt of a square": lambda x: lax.rsqrt(x * x + 1e-5),
     "reciprocal": lambda x: 1 / (jnp.abs(x) + 0.1),
-    "sine": jnp.sin,
     "waves": lambda x: jnp.concatenate([jnp.sin(x), jnp.cos(x)], -1),
-    "square": jnp.square,
-    "cube": lambda x: x**3,
     "power": lambda x: (jnp.abs(x) + 0.1) ** 1.7,
-    "negative": jnp.negative,
-    "absolute": jnp.abs,
-    "sign": jnp.sign,
-    "floor": jnp.floor,
     "fraction": lambda x: x - jnp.floor(x),
-    "scale": lambda x: 0.125 * x,
     "small scale": lambda x: 1e-6 * x,
     "large scale": lambda x: 1e5 * x,
-    "shift": lambda x: x + 1.0,
-    "from one": lambda x: 1.0 - jnp.tanh(x),
-    "error function": lax.erf,
-    "clip": lambda x: jnp.clip(x, -1.0, 1.0),
-    "maximum": lambda x: jnp.maximum(x, -1e9),
-    "to bfloat16 and back": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "one minus a bounded value": lambda x: 1.0 - jnp.tanh(x),
+    "maximum with a mask's number": lambda x: jnp.maximum(x, -1e9),
     "to float16 and back": lambda x: x.astype(jnp.float16).astype(jnp.float32),
     "to integers and back": lambda x: x.astype(jnp.int32).astype(jnp.float32),
-    "reduced precision": lambda x: lax.reduce_precision(x, 8, 7),
-    "stop": lambda x: x + lax.stop_gradient(0.5 * x),
-    "name": lambda x: checkpoint_name(x, "named"),
-    "barrier": lax.optimization_barrier,
-    "copy": lambda x: jnp.array(x, copy=True),
-    "custom jvp": halved,
-    "custom vjp": reversed_gradient,
 }
-
 MOVES: dict[str, Callable[[Array], Array]] = {
-    "flatten": matrix_of,
-    "transpose": lambda x: jnp.swapaxes(x, -1, -2) if x.ndim > 1 else x,
-    "swap the first": lambda x: jnp.swapaxes(x, 0, x.ndim - 1),
-    "reverse": lambda x: x[..., ::-1],
-    "roll": lambda x: jnp.roll(x, 1, -1),
-    "halves": lambda x: jnp.concatenate(jnp.split(x[..., : x.shape[-1] // 2 * 2], 2, -1)[::-1], -1),
+    **float8_programs.MOVES,
+    "transpose": lambda x: jnp.swapaxes(x, -1, -2),
+    "reverse features": lambda x: x[..., ::-1],
     "pairs": lambda x: x[..., ::2],
-    "slice": lambda x: x[: max(1, x.shape[0] // 2)],
-    "dynamic slice": lambda x: lax.dynamic_slice_in_dim(x, 1, max(1, x.shape[0] // 2)),
-    "pad": lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]),
+    "pad features": lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]),
     "causal shift": lambda x: jnp.pad(x, [(1, 0)] + [(0, 0)] * (x.ndim - 1))[:-1],
-    "expand": lambda x: x[None] if x.ndim < 4 else x[0],
-    "repeat": lambda x: jnp.broadcast_to(x[None], (2, *x.shape)) if x.ndim < 4 else x,
-    "stack": lambda x: jnp.stack([x, 0.5 * x]) if x.ndim < 4 else x,
     "heads": lambda x: (
         x.reshape(*x.shape[:-1], 2, -1) if x.ndim < 4 and x.shape[-1] % 2 == 0 else x
     ),
-    "first": lambda x: x[0] if x.ndim > 1 else x,
     "tile": lambda x: jnp.tile(x, (1,) * (x.ndim - 1) + (2,)),
 }
 
@@ -353,7 +294,7 @@ def softmax_by_hand(d: Draw, x: Array) -> Array:
 
 
 def cross_entropy(d: Draw, x: Array) -> Array:
-    x = matrix_of(x)
+    x = flattened(x)
     labels = jnp.arange(x.shape[0]) % x.shape[1]
     form = d.choice(["gathered", "one-hot", "logsumexp"])
     if form == "one-hot":
@@ -375,7 +316,7 @@ def product(d: Draw, x: Array) -> Array:
     if form == "bias":
         return x @ w + d.row(w.shape[1])
     if form == "flattened":
-        return (matrix_of(x) @ w).reshape(*x.shape[:-1], w.shape[1])
+        return (flattened(x) @ w).reshape(*x.shape[:-1], w.shape[1])
     if form == "twice":
         y = x @ w
         return y @ d.matrix(y.shape[-1])
@@ -419,12 +360,12 @@ def attention(d: Draw, x: Array) -> Array:
 
 
 def gram(d: Draw, x: Array) -> Array:
-    x = matrix_of(x)
+    x = flattened(x)
     return x.T @ x
 
 
 def convolution(d: Draw, x: Array) -> Array:
-    x = matrix_of(x)[None]
+    x = flattened(x)[None]
     kernel = d.constant(3, x.shape[-1], 4)
     if kernel.shape[:2] != (3, x.shape[-1]):
         kernel = jnp.ones((3, x.shape[-1], 4))
@@ -434,7 +375,7 @@ def convolution(d: Draw, x: Array) -> Array:
 
 
 def outer(d: Draw, x: Array) -> Array:
-    first = matrix_of(x)[:, 0]
+    first = flattened(x)[:, 0]
     angles = d.choice(
         [
             lambda: jnp.einsum("i,j->ij", first, d.constant(x.shape[-1])),
@@ -447,7 +388,7 @@ def outer(d: Draw, x: Array) -> Array:
 
 def counted(d: Draw, x: Array) -> Array:
     """Counts, by a product with ones."""
-    chosen = jax.nn.one_hot(jnp.argmax(matrix_of(x), -1), CLASSES)
+    chosen = jax.nn.one_hot(jnp.argmax(flattened(x), -1), CLASSES)
     return d.choice([lambda: chosen.sum(0), lambda: jnp.ones((1, len(chosen))) @ chosen])()
 
 
@@ -490,7 +431,7 @@ def unary(d: Draw, x: Array) -> Array:
 
 
 def moved(d: Draw, x: Array) -> Array:
-    return MOVES[d.choice(sorted(MOVES))](x)
+    return MOVES[d.choice(sorted(MOVES))](x if x.ndim > 1 else x[None])
 
 
 # Each as often as it stands here.
@@ -536,7 +477,7 @@ def in_remat(d: Draw, x: Array) -> Array:
     policy = d.choice(
         [
             None, policies.dots_saveable, policies.nothing_saveable,
-            policies.save_only_these_names("named"), policies.everything_saveable,
+            policies.save_only_these_names("h"), policies.everything_saveable,
         ]
     )  # fmt: skip
     return jax.checkpoint(body(d), policy=policy, prevent_cse=d.chance(0.7))(x)

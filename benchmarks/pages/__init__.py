@@ -10,19 +10,21 @@ which command makes that file; the name after it is a row of `FIGURES`, both in 
 """
 
 import functools
-import json
 import re
-from typing import Any
 
 from benchmarks.pages import (  # noqa: F401 (they register)
     examples,
+    measured,
     planner,
     programs,
+    published,
+    recipes,
     small_states,
     soak,
     targets,
+    wire,
 )
-from benchmarks.pages.registry import FIGURES, SOURCES
+from benchmarks.pages.registry import FIGURES, read
 from benchmarks.processes import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
@@ -53,11 +55,6 @@ def value(name: str) -> str:
         raise ValueError(f"A page asks for the figure {name!r}; expected one of {known}.")
     text = FIGURES[name](read(name.split("/")[0]))
     return f"\n\n{text.strip()}\n\n" if "\n" in text else text
-
-
-@functools.cache
-def read(source: str) -> Any:
-    return json.loads((ROOT / SOURCES[source].file).read_text())
 
 
 def write() -> None:

@@ -1,5 +1,6 @@
 """The figures that examples write: digits, the LSTM, GRPO, the NaN hunt, ranges, memory."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks._tables import table
-from benchmarks.pages.registry import digits, figure, percent, size
+from benchmarks.pages.registry import digits, figure, numbers, percent, size
 from benchmarks.programs import MEMORY_RUNS
 
 # The autoencoder.
@@ -28,8 +29,10 @@ for _short, _run in RUNS.items():
     figure(f"autoencoder/{_short}")(
         lambda found, run=_run: f"{np.mean(found['runs'][run]['final_losses']):.4f}"
     )
-figure("autoencoder/mean-image")(lambda found: f"{found['mean_image_loss']:.4f}")
-figure("autoencoder/seeds")(lambda found: str(found["options"]["seeds"]))
+numbers({
+    "autoencoder/mean-image": "{[mean_image_loss]:.4f}",
+    "autoencoder/seeds": "{[options][seeds]}",
+})  # fmt: skip
 
 
 # Small trainings with and without loss scaling.
@@ -56,16 +59,18 @@ def _(found: Any) -> str:
     return table(headers, rows)
 
 
-figure("scaling/seeds")(lambda found: str(found["seeds"]))
+numbers({"scaling/seeds": "{[seeds]}"})
 figure("scaling/cases")(lambda found: str(len(found["cases"])))
 
 
 # The character LSTM.
 
-figure("char_lm/seeds")(lambda found: str(found["options"]["seeds"]))
-figure("char_lm/steps")(lambda found: str(found["options"]["steps"]))
-figure("char_lm/margin")(lambda found: str(found["options"]["margin"]))
-figure("char_lm/held-out")(lambda found: f"{found['sizes']['held_out']:,}")
+numbers({
+    "char_lm/seeds": "{[options][seeds]}",
+    "char_lm/steps": "{[options][steps]}",
+    "char_lm/margin": "{[options][margin]}",
+    "char_lm/held-out": "{[sizes][held_out]:,}",
+})  # fmt: skip
 figure("char_lm/float32")(
     lambda found: f"{np.mean(found['runs']['float32']['held_out_losses']):.3f}"
 )
@@ -100,23 +105,19 @@ def _(found: Any) -> str:
     return table(headers, rows)
 
 
-def _digits_interval(half: str) -> None:
-    @figure(f"digits/{half}")
-    def _(found: Any) -> str:
-        """The mean difference to float32 and its 95 % interval, in percentage points."""
-        result = found["precisions"][f"mixed {half}"]
-        mean, error = (100 * result[f"accuracy_difference{end}"] for end in ("", "_standard_error"))
-        width = error * stats.t.ppf(0.975, len(result["test_accuracy"]) - 1)
-        return f"{mean:+.2f} ({mean - width:+.2f} to {mean + width:+.2f})"
+def _digits_interval(found: Any, half: str) -> str:
+    """Returns the mean difference to float32 and its 95 % interval, in percentage points."""
+    result = found["precisions"][f"mixed {half}"]
+    mean, error = (100 * result[f"accuracy_difference{end}"] for end in ("", "_standard_error"))
+    width = error * stats.t.ppf(0.975, len(result["test_accuracy"]) - 1)
+    return f"{mean:+.2f} ({mean - width:+.2f} to {mean + width:+.2f})"
 
 
-_digits_interval("float16")
-_digits_interval("bfloat16")
+for _half in ("float16", "bfloat16"):
+    figure(f"digits/{_half}")(functools.partial(_digits_interval, half=_half))
 
 
-@figure("digits/seeds")
-def _(found: Any) -> str:
-    return str(found["options"]["seeds"])
+numbers({"digits/seeds": "{[options][seeds]}"})
 
 
 # GRPO.
@@ -149,26 +150,29 @@ def _(found: Any) -> str:
 
 
 def _paired(found: Any, name: str) -> Any:
+    """Returns the final reward of each seed minus that in float32."""
     finals = (found["runs"][run]["final_rewards"] for run in (name, "float32"))
     return np.subtract(*map(np.array, finals))
 
 
-def _difference(short: str, run: str) -> None:
-    @figure(f"grpo/difference-{short}")
-    def _(found: Any) -> str:
-        """The final reward minus that in float32, and the standard deviation over the seeds."""
-        difference = _paired(found, run)
-        return f"{difference.mean():+.3f} ± {difference.std():.3f}"
-
-    @figure(f"grpo/differences-{short}")
-    def _(found: Any) -> str:
-        """The same of every seed."""
-        return ", ".join(f"{each:+.3f}" for each in _paired(found, run))
+def _difference(found: Any, run: str) -> str:
+    """Returns the mean over the seeds and the standard deviation."""
+    difference = _paired(found, run)
+    return f"{difference.mean():+.3f} ± {difference.std():.3f}"
 
 
-_difference("float16", "float16, sampled in half")
-_difference("bfloat16", "bfloat16, sampled in half")
-_difference("unscaled", "float16, no loss scaling, sampled in half")
+def _differences(found: Any, run: str) -> str:
+    return ", ".join(f"{each:+.3f}" for each in _paired(found, run))
+
+
+UNSCALED = "float16, no loss scaling, sampled in half"
+for _short, _run in {
+    "float16": "float16, sampled in half",
+    "bfloat16": "bfloat16, sampled in half",
+    "unscaled": UNSCALED,
+}.items():
+    figure(f"grpo/difference-{_short}")(functools.partial(_difference, run=_run))
+    figure(f"grpo/differences-{_short}")(functools.partial(_differences, run=_run))
 
 
 @figure("grpo/factors")
@@ -194,15 +198,10 @@ for _short, _run in {
     )
 
 
-@figure("grpo/zero-unscaled")
-def _(found: Any) -> str:
-    run = found["runs"]["float16, no loss scaling, sampled in half"]
-    return percent(np.mean(run["zero_gradients"]), 1)
-
-
-@figure("grpo/zero-float32")
-def _(found: Any) -> str:
-    return percent(np.mean(found["runs"]["float32"]["zero_gradients"]), 1)
+for _short, _run in {"unscaled": UNSCALED, "float32": "float32"}.items():
+    figure(f"grpo/zero-{_short}")(
+        lambda found, run=_run: percent(np.mean(found["runs"][run]["zero_gradients"]), 1)
+    )
 
 
 @figure("grpo/applied")
@@ -218,37 +217,27 @@ def _(found: Any) -> str:
     return f"{updates:,}"
 
 
-for _option in ("seeds", "steps", "updates"):
-    _name = {"updates": "updates-a-step"}.get(_option, _option)
-    figure(f"grpo/{_name}")(lambda found, option=_option: str(found["options"][option]))
+numbers({
+    "grpo/seeds": "{[options][seeds]}",
+    "grpo/steps": "{[options][steps]}",
+    "grpo/updates-a-step": "{[options][updates]}",
+})  # fmt: skip
 
 
 # What made the NaN.
 
 
-@figure("overflow/from")
-def _(found: Any) -> str:
-    return str(found["skipped_for_good_from"])
-
-
-@figure("overflow/asked")
-def _(found: Any) -> str:
-    return str(found["cured_at_step"])
+numbers({
+    "overflow/from": "{[skipped_for_good_from]}",
+    "overflow/asked": "{[cured_at_step]}",
+    "overflow/before": "{[accuracy][at the cure]:.1%}",
+    "overflow/after": "{[accuracy][at the end]:.1%}",
+})  # fmt: skip
 
 
 @figure("overflow/left")
 def _(found: Any) -> str:
     return str(found["options"]["steps"] - found["cured_at_step"])
-
-
-@figure("overflow/before")
-def _(found: Any) -> str:
-    return percent(found["accuracy"]["at the cure"], 1)
-
-
-@figure("overflow/after")
-def _(found: Any) -> str:
-    return percent(found["accuracy"]["at the end"], 1)
 
 
 # Ranges.

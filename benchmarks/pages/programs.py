@@ -5,60 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _counted, programs
+from benchmarks import programs
 from benchmarks._tables import table
-from benchmarks._wire_report import MIB
+from benchmarks.pages.recipes import limit_text
 from benchmarks.pages.registry import digits, figure, percent, size
+from benchmarks.pages.wire import MIB
 from benchmarks.workloads import UPDATES
 
 # Recipes side by side.
-
-README_TITLES = {
-    "by-hand": "by hand",
-    "unscaled": "by hand, no loss scaling",
-    "adapter": "ours",
-    "masters": "ours, half parameters with float32 masters",
-    "autocast": "ours, autocast of the loss",
-    "by-hand-cudnn": "by hand, cuDNN attention",
-    "autocast-fused": 'ours, autocast of the loss, `attention="fused"`',
-    "float32": "float32",
-}
-
-
-@figure("recipes/gpt2-table")
-def _(found: Any) -> str:
-    recipes = found["workloads"]["gpt2"]["recipes"]
-    keys = ("bytes_moved", "kernels", "temp_bytes")
-    rows = [
-        [title, *(_counted.ratio(recipes, name, key) for key in keys)]
-        for name, title in README_TITLES.items()
-    ]
-    base = recipes["by-hand"]
-    absolute = [f"{base['bytes_moved'] / 1e9:.1f} GB", str(base["kernels"])]
-    rows[0] = ["by hand", *absolute, f"{base['temp_bytes'] / 1e9:.1f} GB"]
-    return table(["", "bytes moved", "kernels", "temp memory"], rows)
-
-
-@figure("recipes/update-table")
-def _(found: Any) -> str:
-    update = UPDATES[0]
-    recipes = found["workloads"][update.name]["recipes"]
-    titles = {
-        "unscaled": ("no loss scaling", 26),
-        "adapter": ("dynamic loss scaling, step or skip", 28),
-        "masters": ("the same, half parameters with float32 masters", 32),
-    }
-    rows = [
-        [
-            title,
-            f"{recipes[name]['bytes_moved'] / update.parameters:.2f}",
-            str(floor),
-            str(recipes[name]["kernels"]),
-            f"{recipes[name]['temp_bytes'] / update.parameters:.3f}",
-        ]
-        for name, (title, floor) in titles.items()
-    ]
-    return table(["", "bytes read and written", "floor", "kernels", "temp bytes"], rows)
 
 
 def _of_400_tensors(name: str, key: str) -> Callable[[Any], str]:
@@ -98,15 +52,6 @@ def _(found: Any) -> str:
         rows.append([title, *_over(ways["autocast"], base), *full, absolute])
     headers = ["one training step", "bytes moved", "temp memory", "kernels", "float32: bytes"]
     return table([*headers, "float32: temp", "by hand"], rows)
-
-
-def _autocast_bytes(found: Any) -> list[float]:
-    recipes = found["workloads"]["autocast"]["recipes"].values()
-    return [ways["autocast"]["bytes_moved"] / ways["by hand"]["bytes_moved"] for ways in recipes]
-
-
-figure("programs/autocast-least")(lambda found: f"{min(_autocast_bytes(found)):.2f}")
-figure("programs/autocast-most")(lambda found: f"{max(_autocast_bytes(found)):.2f}")
 
 
 @figure("programs/attention-table")
@@ -155,7 +100,7 @@ def _(found: Any) -> str:
     rows = [
         [
             title,
-            _counted.limit_text(step),
+            limit_text(step),
             f"{step['bytes_moved'] / 1e9:.1f} GB",
             f"{step['gradient_error']:.1e}",
         ]

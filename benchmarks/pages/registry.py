@@ -1,7 +1,11 @@
 """The files that the figures of pages come from, and what makes each figure from its file."""
 
+import functools
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from benchmarks.processes import ROOT
 
 
 class Source(NamedTuple):
@@ -38,6 +42,9 @@ SOURCES = {
     "targets": Source(
         "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
     ),
+    "published": Source("results/benchmarks/public_models", "make public-models"),
+    "checks": Source("results/benchmarks/checks.json", "python -m benchmarks.run --suite checks"),
+    "cpu": Source("results/benchmarks/cpu.json", "python -m benchmarks.run --suite cpu"),
     "gpu": Source("results/benchmarks/gpu.json", "python -m benchmarks.run --suite gpu"),
     "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
@@ -48,6 +55,15 @@ SOURCES = {
 }
 
 FIGURES: dict[str, Callable[[Any], str]] = {}
+
+
+@functools.cache
+def read(source: str) -> Any:
+    """Returns the contents of a file of `SOURCES`; of a folder, those of all files in it."""
+    path = ROOT / SOURCES[source].file
+    if path.is_dir():
+        return [json.loads(file.read_text()) for file in sorted(path.glob("*.json"))]
+    return json.loads(path.read_text())
 
 
 def figure(name: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
@@ -62,6 +78,15 @@ def figure(name: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
         return make
 
     return register
+
+
+def numbers(texts: dict[str, str]) -> None:
+    """Registers figures that are one number of their file: what `str.format` makes of the file.
+
+    With `{"overflow/before": "{[accuracy][at the cure]:.1%}"}` a page says "94.4 %".
+    """
+    for name, text in texts.items():
+        figure(name)(lambda found, text=text: text.format(found).replace("%", " %"))
 
 
 # How numbers are printed.

@@ -1,12 +1,13 @@
 """Half parameters and small states of optimizers: bytes, final losses, second moments."""
 
+import functools
 from typing import Any
 
 import matplotlib
 import numpy as np
 
 from benchmarks._tables import table
-from benchmarks.pages.registry import figure
+from benchmarks.pages.registry import figure, numbers
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -102,16 +103,14 @@ def _(found: Any) -> str:
     return table(["stored as", "to the nearest", "stochastically"], rows)
 
 
-for _option in ("steps", "parameters"):
-    for _part in ("text", "digits"):
-        figure(f"small_states/{_part}-{_option}")(
-            lambda found, part=_part, option=_option: f"{found[part][option]:,}"
-        )
-
-
-@figure("small_states/seeds")
-def _(found: Any) -> str:
-    return str(found["text"]["seeds"])
+numbers({
+    "small_states/text-steps": "{[text][steps]:,}",
+    "small_states/text-parameters": "{[text][parameters]:,}",
+    "small_states/digits-steps": "{[digits][steps]:,}",
+    "small_states/digits-parameters": "{[digits][parameters]:,}",
+    "small_states/seeds": "{[text][seeds]}",
+    "small_states/counted-tensors": "{[bytes][tensors]}",
+})  # fmt: skip
 
 
 @figure("small_states/counted-parameters")
@@ -119,29 +118,20 @@ def _(found: Any) -> str:
     return f"{found['bytes']['parameters'] / 1e6:.1f} million"
 
 
-@figure("small_states/counted-tensors")
-def _(found: Any) -> str:
-    return str(found["bytes"]["tensors"])
+def _of_language_model(found: Any, way: str) -> str:
+    """Returns the final loss less that in float32, in nats."""
+    row = found["text"]["ways"][way]
+    return f"{row['difference']:+.4f} ± {row['difference_spread']:.4f}"
 
 
-def _of_way(way: str, short: str) -> None:
-    @figure(f"small_states/difference-{short}")
-    def _(found: Any) -> str:
-        """The final loss of the language model less that in float32, in nats."""
-        row = found["text"]["ways"][way]
-        return f"{row['difference']:+.4f} ± {row['difference_spread']:.4f}"
-
-    @figure(f"small_states/held-{short}")
-    def _(found: Any) -> str:
-        return f"{found['bytes']['ways'][way]['held']:.2f}".removesuffix(".00")
-
-    @figure(f"small_states/moved-{short}")
-    def _(found: Any) -> str:
-        return f"{found['bytes']['ways'][way]['moved']:.2f}".removesuffix(".00")
+def _bytes(found: Any, way: str, what: str) -> str:
+    return f"{found['bytes']['ways'][way][what]:.2f}".removesuffix(".00")
 
 
 for _way, _short in SHORT.items():
-    _of_way(_way, _short)
+    figure(f"small_states/difference-{_short}")(functools.partial(_of_language_model, way=_way))
+    for _what in ("held", "moved"):
+        figure(f"small_states/{_what}-{_short}")(functools.partial(_bytes, way=_way, what=_what))
 
 
 def plot(found: Any) -> Any:

@@ -5,31 +5,28 @@ from typing import Any
 import numpy as np
 
 from benchmarks._tables import table
-from benchmarks.pages.registry import figure, percent
+from benchmarks.migrations import MIGRATIONS, WAYS
+from benchmarks.pages.registry import figure, numbers, percent
 
-# Kills.
-
-
-for _name in ("kills", "trainings", "bit_equal"):
-    figure(f"soak/{_name.replace('_', '-')}")(lambda found, name=_name: str(found["kills"][name]))
+numbers({
+    "soak/kills": "{[kills][kills]}",
+    "soak/trainings": "{[kills][trainings]}",
+    "soak/bit-equal": "{[kills][bit_equal]}",
+    "soak/kills-half": "{[kills][left_behind][half a checkpoint]}",
+    "soak/steps": "{[faults][steps]:,}",
+    "soak/faults": "{[faults][faults]:,}",
+    "soak/skipped": "{[faults][skipped]:,}",
+    "soak/float8-share-gpt": "{[float8][gpt][float8_share]:.0%}",
+    "soak/float8-share-digits": "{[float8][digits][float8_share]:.0%}",
+    "soak/float8-programs": "{[float8_programs][programs]:,}",
+    "soak/float8-near": "{[float8_programs][verdicts][near]:,}",
+})  # fmt: skip
 
 
 @figure("soak/kills-aimed")
 def _(found: Any) -> str:
     """How many kills fell at moments at which files are written."""
     return str(found["kills"]["kills"] - found["kills"]["by_aim"].get("any", 0))
-
-
-@figure("soak/kills-half")
-def _(found: Any) -> str:
-    return str(found["kills"]["left_behind"]["half a checkpoint"])
-
-
-# Spoilt gradients.
-
-
-for _name in ("steps", "faults", "skipped"):
-    figure(f"soak/{_name}")(lambda found, name=_name: f"{found['faults'][name]:,}")
 
 
 @figure("soak/different")
@@ -63,12 +60,6 @@ def _(found: Any) -> str:
     return table(["", half, low, "difference"], rows)
 
 
-for _name in ("gpt", "digits"):
-    figure(f"soak/float8-share-{_name}")(
-        lambda found, name=_name: percent(found["float8"][name]["float8_share"])
-    )
-
-
 @figure("soak/float8-apart")
 def _(found: Any) -> str:
     """The largest difference between the losses of two trainings of the GPT."""
@@ -84,25 +75,33 @@ def _(found: Any) -> str:
     return table(["error of the gradient at the initial values", "bfloat16", "float8"], rows)
 
 
-# Random programs in float8.
-
-
-@figure("soak/float8-programs")
-def _(found: Any) -> str:
-    return f"{found['float8_programs']['programs']:,}"
-
-
 @figure("soak/float8-not-finite")
 def _(found: Any) -> str:
     return str(found["float8_programs"]["verdicts"].get("not finite", 0))
 
 
-@figure("soak/float8-near")
-def _(found: Any) -> str:
-    return f"{found['float8_programs']['verdicts']['near']:,}"
-
-
 # Migrations.
+
+
+def _bit_equal(found: list[dict[str, Any]]) -> str:
+    failed = sorted({name for one in found for name, value in one.items() if value is False})
+    if not failed:
+        return "yes"
+    difference = max(one["largest_difference"] for one in found)
+    return f"except {', '.join(failed)}: {difference:g} ulp" if difference else f"not {failed}"
+
+
+@figure("migrations/table")
+def _(found: Any) -> str:
+    """A row for each title of lines that are run."""
+    titles = dict.fromkeys(row.title for row in MIGRATIONS)
+    rows = []
+    for title in titles:
+        same = [row for row in MIGRATIONS if row.title == title]
+        pairs = f" ({len(same)} pairs)" if len(same) > 1 else ""
+        cells = [_bit_equal([found[row.name][way] for row in same]) for way in WAYS]
+        rows.append([f"{title}{pairs}", *cells, same[0].remark])
+    return table(["from, to", "bit-equal by flax.serialization", "by Orbax", "what changes"], rows)
 
 
 @figure("migrations/all")

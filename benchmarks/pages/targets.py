@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks import targets
 from benchmarks._drawing import FONT, narrow
 from benchmarks._tables import table, total
-from benchmarks._wire_report import COLUMNS, MIB, by_kind
 from benchmarks.pages.registry import figure
+from benchmarks.pages.wire import COLUMNS, MIB, by_kind
 from benchmarks.targets import BASE, GPU_HALVES, TIMED
 from benchmarks.workloads import UPDATES
 from testbed.machines.gpus import GPUS
@@ -214,7 +214,6 @@ for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles"))
     figure(f"targets/{_name}-{_other}")(_range(_kinds, _other))
     figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
     figure(f"targets/{_name}-gain")(_range(_kinds, "bytes_moved", "float32", "autocast"))
-    figure(f"targets/{_name}-temp-gain")(_range(_kinds, "temp_bytes", "float32", "autocast"))
 
 
 COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's

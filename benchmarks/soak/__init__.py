@@ -7,7 +7,7 @@ A check is a module of this folder and a row in `CHECKS`. It has `add_options(pa
 
 import types
 
-from benchmarks.soak import extremes, faults, float8, float8_programs, kills, mutants, split_masters
+from benchmarks.soak import extremes, faults, float8, float8_programs, kills, mutants
 
 CHECKS: dict[str, types.ModuleType] = {
     "extremes": extremes,
@@ -16,5 +16,4 @@ CHECKS: dict[str, types.ModuleType] = {
     "float8_programs": float8_programs,
     "kills": kills,
     "mutants": mutants,
-    "split_masters": split_masters,
 }

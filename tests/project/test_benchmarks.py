@@ -14,24 +14,21 @@ import pytest
 
 import benchmarks.run
 from benchmarks import (
-    _counted,
-    _measured,
-    _wire_report,
     models,
     programs,
-    public_models,
     recipes,
-    report,
     targets,
     worker,
     workloads,
 )
 from benchmarks._tables import TITLES
-from benchmarks.pages.registry import FIGURES
+from benchmarks.pages import measured as measured_page
+from benchmarks.pages import recipes as recipes_page
+from benchmarks.pages import wire as wire_page
+from benchmarks.pages.registry import FIGURES, read
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES, replaced
 from benchmarks.processes import ROOT
-from benchmarks.published import _page
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, rehearsal
 from testbed.machines.gpus import as_if_cudnn
@@ -164,19 +161,19 @@ def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
         ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
         counted["ceilings"] = ceilings | {"bytes_per_second": 1.0}
         counted["workloads"]["gpt2"]["recipes"] = rows
-        for section in (_measured.cpu(counted), _measured.gpu(counted, None)):
+        for section in (measured_page.cpu(counted), measured_page.gpu(counted)):
             assert "ours: adapter: not run: out of memory" in section
     counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
-    assert "by hand, dynamic loss scaling: not run: out of memory" in _counted.steps(counted)
+    assert "by hand, dynamic loss scaling: not run: out of memory" in recipes_page.steps(counted)
 
 
-def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time():
+def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time(monkeypatch):
     parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
     counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
     slower = counted | {"model_ms": parts | {"bytes": 17.5}}
     recipes = {"by-hand": counted, "float32": slower}
     compiled = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": recipes}}}
-    cells = cells_of(_counted.steps(compiled))
+    cells = cells_of(recipes_page.steps(compiled))
     assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
     assert cells["float32, exact products"][-1] == "2.000"
     assert cells["recipe"][-2].startswith("modelled limit, model ms")
@@ -188,7 +185,8 @@ def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_tim
         "ceilings": ceilings | {"bytes_per_second": 1.0},
         "workloads": {"gpt2": {"title": "GPT-2", "recipes": measured}},
     }
-    cells = cells_of(_measured.gpu(timed, compiled))
+    monkeypatch.setattr(measured_page, "read", lambda _: compiled)
+    cells = cells_of(measured_page.gpu(timed))
     column = cells["recipe"].index("modelled limit, model ms")
     limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
     assert limits == {
@@ -247,7 +245,7 @@ def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
     measured = results["workloads"]["update-60"]["recipes"]
     assert set(measured) == {"by-hand", "by-hand again", "adapter"}
     assert all(len(measured[name]["interval"]) == 2 for name in ("by-hand again", "adapter"))
-    text = _measured.gpu(results, None)
+    text = measured_page.gpu(results)
     assert UPDATES[0].title in text and "ours: adapter" in text
 
 
@@ -271,14 +269,14 @@ def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, mo
     assert set(counted) == {"by-hand", "autocast"}
     counted["autocast"]["received"] = {"all-gather f16": 2**20, "all-gather f32": 2**21, "x s8": 9}
     counted["by-hand"]["received"] = {"all-reduce f32": 2**21, "all-to-all f16": 2**20}
-    rows = [[c.strip() for c in r.split("|")] for r in _wire_report.section(results).splitlines()]
+    rows = [[c.strip() for c in r.split("|")] for r in wire_page.sent(results).splitlines()]
     (by_hand,), (ours,) = (
         [r[1:8] for r in rows if r[2:3] == [n]] for n in ("by hand, half", "autocast")
     )
     assert by_hand == ["FSDP, jit", "by hand, half", "", "", "2.0 f32", "1.0 f16", "3.0"]
     assert ours == ["", "autocast", "1.0 f16 + 2.0 f32", "", "", "", "3.0"]
     counted["autocast"] = {"error": "out of memory"}
-    assert "- FSDP, jit, autocast: not run: out of memory" in _wire_report.section(results)
+    assert "- FSDP, jit, autocast: not run: out of memory" in wire_page.sent(results)
 
 
 @pytest.mark.full
@@ -354,19 +352,8 @@ def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-def test_the_documentation_is_what_the_committed_results_say():
-    assert report.performance() == (ROOT / "docs/performance.md").read_text()
-
-
-def test_the_page_of_published_models_is_what_the_committed_results_say():
-    files = sorted(public_models.RESULTS.glob("*.json"))
-    results = [json.loads(file.read_text()) for file in files]
-    assert _page.page(results) == public_models.PAGE.read_text()
-
-
 def test_the_recipes_of_others_move_as_many_bytes_as_the_step_by_hand():
-    results = json.loads((report.RESULTS / "compiled.json").read_text())
-    steps = results["workloads"]["gpt2"]["recipes"]
+    steps = read("recipes")["workloads"]["gpt2"]["recipes"]
     for name in ("deepmind-jmp", "mpx", "dynamic-scale", "apply-if-finite"):
         for key in ("bytes_moved", "kernels", "temp_bytes"):
             assert abs(steps[name][key] / steps["by-hand"][key] - 1) <= 0.01, (name, key)

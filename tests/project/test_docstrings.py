@@ -6,7 +6,6 @@ import doctest
 import functools
 import importlib
 import inspect
-import itertools
 import re
 import textwrap
 
@@ -180,9 +179,9 @@ ADDRESSES = {
 def errors_of_mistakes():
     """Returns the errors that real mistakes raise, by the public name that was called."""
     own, errors = mistakes.names(), {}
-    for row in itertools.chain(*mistakes.MISTAKES.values()):
+    for row in mistakes.MISTAKES:
         name = function_called(ast.parse(row.code, mode="eval").body, own)
-        errors.setdefault(name, set()).add(row.error.__name__)
+        errors.setdefault(name, set()).add(row.error)
     return errors
 
 

@@ -6,7 +6,6 @@ tried by `make package`: `tests/project/package.py`.
 
 import ast
 import importlib.metadata
-import json
 import re
 import sys
 import tomllib
@@ -14,7 +13,6 @@ import tomllib
 import pytest
 
 import jmp
-from benchmarks import start_up
 from testbed import ROOT
 from tests.project.package import absolute_links, copy_for_release
 
@@ -121,19 +119,6 @@ def test_the_copy_for_a_release_has_no_relative_link_and_names_its_address(tmp_p
     assert project["urls"] == {"Documentation": "https://host/blob/v1"}
     assert "urls" not in PROJECT  # there is no public address to name
     assert (tmp_path / "jmp" / "py.typed").exists()
-
-
-def test_the_start_up_time_is_kept_and_within_its_gate():
-    kept = json.loads((ROOT / "results" / "benchmarks" / "start_up.json").read_text())
-    assert kept["ratio"] <= kept["gate"] == round(start_up.GATE, 4)
-
-
-def test_a_start_up_above_the_gate_is_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["start_up", "--rounds", "3", "--output-dir", str(tmp_path)])
-    for jmp_seconds, status in ((0.1, 0), (0.2, 1)):
-        monkeypatch.setattr(start_up, "seconds", lambda s=jmp_seconds: (0.45, s))
-        assert start_up.main() == status
-        assert f"import jmp adds {jmp_seconds} s" in capsys.readouterr().out
 
 
 # The table of docs/comparison.md

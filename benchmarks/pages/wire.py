@@ -1,8 +1,9 @@
-"""The part of the report that says what devices send each other."""
+"""What `docs/performance.md` says of what devices send each other."""
 
 from typing import Any
 
-from benchmarks._tables import BASELINE, table, total, versions_of
+from benchmarks._tables import BASELINE, table, total
+from benchmarks.pages.registry import figure
 from benchmarks.wire import CASES
 
 MIB = 2**20
@@ -10,7 +11,8 @@ COLUMNS = ("all-gather", "reduce-scatter", "all-reduce")
 LEAST = 0.05 * MIB  # what is less is left out of the columns by kind: a loss, counts of tokens
 
 
-def section(results: dict[str, Any]) -> str:
+@figure("wire/table")
+def sent(results: dict[str, Any]) -> str:
     rows, failures = [], []
     for case in CASES:
         found = results["workloads"].get(case.name)
@@ -29,23 +31,7 @@ def section(results: dict[str, Any]) -> str:
     headers = ["MiB received", "program", *COLUMNS, "others", "in all", "over by hand"]
     headers += ["MiB moved", "MiB temp", "kernels"]
     lines = "\n" + "\n".join(failures) + "\n" if failures else ""
-    return f"""## The wire: programs compiled for eight H200s
-
-Loss and gradients of one step, compiled for eight H200s without a device
-({versions_of(results["machine"])}): MiB that each device
-receives from others, by collective and dtype, with ring algorithms
-(`testbed/machines/wire.py` says how they are counted); also the MiB that its kernels read and
-write, and those of intermediate values. No time was measured.
-`python -m benchmarks.run --suite wire` counts them; `benchmarks/wire.py` has the programs.
-The first eight have four layers, 32 MiB of float32
-parameters. The GPT has 16.8 M parameters, one table for embedding and head, and blocks that are
-scanned and computed again in the backward pass. By hand, arrays are cast before they are sent;
-without a barrier XLA moves a sharding constraint in front of the cast. Under autocast in
-shard_map, gradients of replicated parameters are float32, and so are their sums, by AD or by the
-user.
-
-{table(headers, rows)}{lines}
-"""
+    return table(headers, rows) + lines
 
 
 def _cells(counted: dict[str, Any], by_hand: dict[str, Any]) -> list[str]:

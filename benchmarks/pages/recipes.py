@@ -1,10 +1,10 @@
-"""The parts of the report that were counted in compiled programs."""
+"""What `docs/performance.md` says of recipes that were counted in compiled programs."""
 
 from typing import Any
 
 from benchmarks._drawing import narrow
-from benchmarks._roofline import BANDWIDTH, LAUNCH, PEAKS
 from benchmarks._tables import BASELINE, TITLES, failures, table, total, versions_of
+from benchmarks.pages.registry import figure
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, WORKLOADS
 
@@ -18,37 +18,14 @@ DRAWN = {
 }
 
 LIMIT = "modelled limit, model ms: bytes + operations + launches"
-MODEL = f"""The *modelled limit*, in model milliseconds, is not measured. It is the shortest time
-that the data sheet of an H200 allows for these kernels, to compare a measured step with. It is
-the sum over the kernels of the larger of their bytes over {BANDWIDTH / 1e12:.1f} TB/s and their
-operations over {PEAKS["f16"] / 1e12:.0f} TFLOP/s in float16 and bfloat16,
-{PEAKS["tf32"] / 1e12:.0f} in TF32, {PEAKS["f32"] / 1e12:.0f} in float32, and {1e6 * LAUNCH:.0f}
-microsecond for each launch, as XLA estimates it. Its parts: the kernels whose bytes decide, those
-whose operations decide, the launches. `benchmarks/_roofline.py` says how operations are counted and
-what the model leaves out, such as caches."""
+for _source in ("recipes", "wire"):
+    figure(f"{_source}/versions")(lambda found: versions_of(found["machine"]))
 
 
+@figure("recipes/steps")
 def steps(results: dict[str, Any]) -> str:
-    text = f"""## Counted: programs compiled for an H200
-
-One training step, compiled by XLA for an H200 without a device
-({versions_of(results["machine"])}): bytes that its
-kernels read and write, kernels that it launches, memory for intermediate values. No time was
-measured. The ratios are to the same step by hand: `dtype=float16` on each layer, and dynamic loss
-scaling without a library.
-
-{MODEL}
-
-With cuDNN's attention a step by hand stores no matrix of probabilities: one kernel forward, one
-backward (`jax.nn.dot_product_attention`, `implementation="cudnn"`). Without a device the compiler
-does not know cuDNN's workspace, so it is not in GB temp. JAX computes its gradient only for
-sequences of even length: the 197 tokens of ViT-B/16 are padded to 198.
-
-"""
-    for key, label in DRAWN.items():
-        alternative = f"{label.capitalize()} of each recipe, divided by those of the step by hand"
-        text += f"![{alternative}](figures/{drawing(key)}.svg)\n"
-    text += "\n"
+    """Returns a table for each model."""
+    text = ""
     for workload in WORKLOADS:
         found = results["workloads"].get(workload.name)
         if found is None:
@@ -90,7 +67,8 @@ def limit_text(counted: dict[str, Any]) -> str:
     return f"{total(parts):.2f} = {terms}"
 
 
-def loss_scaling(results: dict[str, Any]) -> str:
+@figure("recipes/loss-scaling")
+def _(results: dict[str, Any]) -> str:
     rows = []
     for workload in WORKLOADS:
         recipes = results["workloads"].get(workload.name, {}).get("recipes", {})
@@ -109,24 +87,12 @@ def loss_scaling(results: dict[str, Any]) -> str:
         "ours: kernels",
         "bytes",
     ]
-    return f"""## What loss scaling adds
-
-The check has to read every gradient before the update may use one: two bytes per parameter in half,
-four if a gradient is float32 (embeddings). Checked one by one, each tensor takes one or two
-kernels; ours checks tensors together, and the selection between old and new values is written so
-that XLA updates small arrays of one shape in one kernel: biases, moments and running statistics
-(both in `jmp/transforms/_few_kernels.py`). XLA does not do this without loss scaling, so a step
-with loss scaling may have fewer kernels. A select costs no kernel of its own if its flag is known
-when the new value is computed; the means of a ResNet's 53 normalisations are computed long before
-the flag.
-
-{table(headers, rows)}
-"""
+    return table(headers, rows)
 
 
-def updates(results: dict[str, Any]) -> str:
-    text = "## The update alone\n\nFloat16 gradients, buffers donated; bytes per parameter. The "
-    text += "modelled limit is that of the steps above.\n\n"
+@figure("recipes/updates")
+def _(results: dict[str, Any]) -> str:
+    text = ""
     for update in UPDATES:
         found = results["workloads"].get(update.name)
         if found is None:
@@ -148,7 +114,8 @@ def updates(results: dict[str, Any]) -> str:
     return text
 
 
-def checks(results: dict[str, Any]) -> str:
+@figure("checks/table")
+def _(results: dict[str, Any]) -> str:
     found = results["workloads"]
     names = list(next(iter(found.values()))["recipes"])
     rows = []
@@ -161,17 +128,7 @@ def checks(results: dict[str, Any]) -> str:
     headers = [""]
     for measured in found.values():
         headers += [f"{measured['title']}: kernels", "GB moved"]
-    return f"""## Ways to check the gradients
-
-The step of our adapter with different checks (`benchmarks/finite_checks.py`, `--suite checks`).
-Sums and norms save almost no kernels, because each tensor is still reduced separately. With more
-than eight tensors of one shape XLA writes an intermediate array. Long concatenations have few
-kernels, but each of their threads searches for its tensor by branches. Times were not measured.
-Compare these rows only with each other: in all of them each small array is selected in a kernel
-of its own, and ours does not check matrices by rows.
-
-{table(headers, rows)}
-"""
+    return table(headers, rows)
 
 
 def drawing(key: str) -> str:

@@ -1,12 +1,10 @@
-"""The parts of the report that were timed, on a GPU or on a CPU."""
+"""What `docs/performance.md` says of recipes that were timed, on a GPU or on a CPU."""
 
 from typing import Any
 
 from benchmarks._tables import BASELINE, CONTROL, TITLES, failures, table, total, versions_of
+from benchmarks.pages.registry import figure, read
 from benchmarks.workloads import UPDATES, WORKLOADS
-
-PYTORCH = """PyTorch's rows compute attention by `F.scaled_dot_product_attention`, with fused
-kernels: compare them with the row "by hand, cuDNN attention"."""
 
 
 def ratio_text(measured: dict[str, Any]) -> str:
@@ -16,41 +14,52 @@ def ratio_text(measured: dict[str, Any]) -> str:
     return f"{measured['ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
-def gpu(results: dict[str, Any], compiled: dict[str, Any] | None) -> str:
-    machine, ceilings = results["machine"], results["ceilings"]
-    bandwidth = ceilings["bytes_per_second"]
-    names = {"half": "float16", "tf32": "tf32", "float32": "float32"}
-    rates = {key: ceilings[f"{name}_flops_per_second"] / 1e12 for key, name in names.items()}
+@figure("gpu/machine")
+def _(results: dict[str, Any]) -> str:
+    machine = results["machine"]
     all_recipes = [w["recipes"] for w in results["workloads"].values()]
     versions = {r["torch"] for recipes in all_recipes for r in recipes.values() if "torch" in r}
-    pytorch = "".join(f", PyTorch {version}" for version in sorted(versions))
-    text = f"""## Measured on a GPU
+    names = [f"{machine['device']}, driver {machine['driver']}", machine["platform_version"]]
+    names += [versions_of(machine), *(f"PyTorch {version}" for version in sorted(versions))]
+    return ", ".join(names)
 
-{machine["device"]}, driver {machine["driver"]}, {machine["platform_version"]},
-{versions_of(machine)}{pytorch}. Every recipe in
-a process of its own, compiled once, in shuffled rounds; the median of the ratios within a round,
-with its 95 % bootstrap interval. The second process by hand says what chance makes of a ratio.
-Ceilings measured on the same device: {bandwidth / 1e12:.2f} TB/s, {rates["half"]:.0f} TFLOP/s in
-float16, {rates["tf32"]:.0f} in TF32, {rates["float32"]:.0f} in float32. The physical limit is the
-larger of the counted bytes over that bandwidth and the model's operations over that rate; model
-FLOP utilisation (MFU) is the model's operations a second over the measured rate, not the vendor's.
-The modelled limit is that of the compiled programs above, of the vendor's figures. {PYTORCH}
 
-Fewer bytes save less time than they promise: products and launches take their part too, and in
-GPT-2 XLA's single kernel for a mask and a softmax takes as long as the several that it replaces.
-Adam's updates are too short to time this way: see the interval of the control.
+figure("cpu/machine")(
+    lambda found: f"{found['machine']['device']}; {versions_of(found['machine'])}"
+)
 
-"""
+
+def _rates(results: dict[str, Any]) -> dict[str, float]:
+    """Returns the operations a second that were measured, by dtype."""
+    names = {"half": "float16", "tf32": "tf32", "float32": "float32"}
+    return {key: results["ceilings"][f"{name}_flops_per_second"] for key, name in names.items()}
+
+
+@figure("gpu/bandwidth")
+def _(results: dict[str, Any]) -> str:
+    return f"{results['ceilings']['bytes_per_second'] / 1e12:.2f} TB/s"
+
+
+for _name in ("half", "tf32", "float32"):
+    figure(f"gpu/{_name}")(lambda found, name=_name: f"{_rates(found)[name] / 1e12:.0f}")
+
+
+@figure("gpu/tables")
+def gpu(results: dict[str, Any]) -> str:
+    """Returns a table for each workload, with limits of the programs that were counted."""
+    compiled, rates = read("recipes"), _rates(results)
+    bandwidth = results["ceilings"]["bytes_per_second"]
+    text = ""
     for workload in (*WORKLOADS, *UPDATES):
         found = results["workloads"].get(workload.name)
         if found is None:
             continue
-        counted = (compiled or {"workloads": {}})["workloads"].get(workload.name, {"recipes": {}})
+        counted = compiled["workloads"].get(workload.name, {"recipes": {}})
         flops, rows = found.get("flops", 0), []
         for name, measured in found["recipes"].items():
             if "error" in measured:
                 continue
-            rate = 1e12 * rates.get(name, rates["half"])
+            rate = rates.get(name, rates["half"])
             program = "float32" if name == "tf32" else BASELINE if name == CONTROL else name
             compiled_here = counted["recipes"].get(program, {})
             moved = compiled_here.get("bytes_moved")
@@ -78,16 +87,10 @@ Adam's updates are too short to time this way: see the interval of the control.
     return text
 
 
+@figure("cpu/tables")
 def cpu(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    text = f"""## Measured on a CPU
-
-{machine["device"]}; {versions_of(machine)}.
-The median of paired ratios, as on a GPU; compiled once. A CPU computes half products no faster,
-mostly slower: mixed precision is for GPUs and TPUs, and these times say nothing about those. Only
-the times of tracing apply to a GPU too, because tracing always runs on the CPU.
-
-"""
+    """Returns a table for each update, and one of tracing and compilation."""
+    text = ""
     for update in UPDATES:
         if found := results["workloads"].get(update.name):
             rows = [

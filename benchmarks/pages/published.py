@@ -1,57 +1,30 @@
-"""Writes `docs/public_models.md` of the results, and a line of each while they come in."""
+"""What `docs/public_models.md` says: a table for each source, and what is not half."""
 
 import collections
-import math
 from typing import Any
 
 from benchmarks._tables import table
+from benchmarks.pages.registry import figure
 from benchmarks.published import SOURCES
 
-INTRODUCTION = """# Published models under autocast
-
-Does `jmp.autocast` compute the products of published models in half, and how large is the error of
-the gradient? The models are unmodified, from their packages, with random parameters at tiny sizes.
-`make public-models` installs the packages, runs every model on the CPU and writes this page;
-`python -m benchmarks.public_models --only bert` runs one again.
-[benchmarks/published](../benchmarks/published) has a file for each source. Models that no registry
-has come from a clone of their repository in `build/clones`, at the commit that is named.
-
-- *products*: matrix products and convolutions of loss and gradient in the traced float32 program.
-  The body of a loop counts once; inner products of vectors are sums and do not count.
-- *half*: how many of them are half under `autocast`. One number is for both float16 and bfloat16.
-- *float16*, *bfloat16*: the relative error of the gradient of all parameters together, against
-  float32: `norm(gradient - reference) / norm(reference)`, the median over five points near the
-  initial parameters. The loss scale in float16 is 4096. If the gradient is then not finite, it is
-  the first of 256, 16 and 1 with a finite gradient, and the table names it. One unit in the last
-  place is 1e-3 in float16 and 8e-3 in bfloat16. Errors are larger if an operation that selects
-  (ReLU, maxima, the nearest code) selects another entry in half, also by hand. They are larger for
-  the random parameters of MobileNets and ResNets too, which nearly lose the signal.
-- *by hand*: the model's own option (`dtype=jnp.float16`, Keras's policy "mixed_float16"). Models
-  without one (bonsai, big_vision, brax) get parameters and inputs that are cast, and compute in
-  half what their layers leave in half.
-- *adapter*: our adapter for Flax linen or nnx, Haiku or Equinox around the model, without the loss:
-  `jmp.adapters.linen.autocast(model.__call__, "mixed_float16")`.
-
-Models that generate a text have tables of their own, at the end. They are wrapped with
-`follow=["while"]`, which beam search needs, because scores end its loop:
-
-- *caches*: arrays of keys and values that the loop carries in float32, and how many of them it
-  carries in half under `autocast` and by hand.
-- *error*: of the log-probabilities of all tokens in all turns, against float32: root of the mean
-  square, in nats. Every recipe reads the same text, which the float32 model generated, one token
-  a turn, with its caches.
-- *as float32*, *as by hand*: for which share of the turns autocast in bfloat16 finds the same next
-  token the most probable. Random parameters make many tokens nearly as probable as the first.
-
-"""
+FLOAT16, BFLOAT16 = "autocast float16", "autocast bfloat16"
+INSIDE = "inside_custom_vjp float16"
+BY_HAND, ADAPTER = "by hand float16", "adapter float16"
+BY_HAND_BFLOAT16 = "by hand bfloat16"
 
 
-def page(results: list[dict[str, Any]]) -> str:
+@figure("published/whole")
+def _(results: list[dict[str, Any]]) -> str:
+    """How many models have all products half, and which fail."""
     ran = [r for r in results if "error" not in r and "error" not in r["recipes"][FLOAT16]]
     whole = [r for r in ran if all_half(r["recipes"][FLOAT16])]
-    text = INTRODUCTION
-    text += f"**{len(whole)} of {len(results)} models have all products half**"
-    text += " and " * bool(broken(results)) + ", ".join(broken(results)) + ".\n"
+    text = f"**{len(whole)} of {len(results)} models have all products half**"
+    return text + " and " * bool(broken(results)) + ", ".join(broken(results))
+
+
+@figure("published/tables")
+def _(results: list[dict[str, Any]]) -> str:
+    text = ""
     for source, (title, _) in SOURCES.items():
         found = [result for result in results if result["source"] == source]
         if found:
@@ -60,13 +33,7 @@ def page(results: list[dict[str, Any]]) -> str:
             text += f"\n## {title}\n\n" + f"{named}.\n\n" * bool(named)
             generate = any(is_generation(result) for result in found)
             text += (table_of_generation if generate else table_of)(found) + notes(found)
-    return text.rstrip() + "\n"
-
-
-FLOAT16, BFLOAT16 = "autocast float16", "autocast bfloat16"
-INSIDE = "inside_custom_vjp float16"
-BY_HAND, ADAPTER = "by hand float16", "adapter float16"
-BY_HAND_BFLOAT16 = "by hand bfloat16"
+    return text
 
 
 def table_of(results: list[dict[str, Any]]) -> str:
@@ -212,18 +179,3 @@ def broken(results: list[dict[str, Any]]) -> list[str]:
             if "error" in run or not run.get("finite", True):
                 found.append(f"{result['title']} fails under {recipe}")
     return found
-
-
-def line(name: str, result: dict[str, Any]) -> str:
-    """Returns what is printed when a model is done."""
-    if "error" in result:
-        return f"{name}: {result['error']}"
-    parts = []
-    for recipe, found in result["recipes"].items():
-        if "error" in found:
-            parts.append(f"{recipe}: {found['error']}")
-        elif recipe != "float32":
-            error = found.get("gradient_error", found.get("error_of_scores"))
-            ok = f"{error:.1e}" if math.isfinite(error) else "not finite"
-            parts.append(f"{recipe}: {found['half']} of {found['products']} half, {ok}")
-    return f"{name}: " + "; ".join(parts)
