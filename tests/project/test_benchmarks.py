@@ -36,7 +36,7 @@ from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, rehearsal
 from testbed.machines.gpus import as_if_cudnn
 
-# One of each kind: the others differ in sizes alone.
+# One of each kind: the others differ only in sizes.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")
 WORKLOADS = [workload for workload in rehearsal() if workload.name in KINDS]
 PAIRS = [
@@ -78,7 +78,7 @@ def test_recipes_start_from_the_same_loss():
         if recipe.training and not (recipe.package or recipe.needs_cudnn)
     }
 
-    # The losses alone, of all in one program: most of the time goes into compiling.
+    # One program gives the losses of all: most of the time goes into compiling.
     @jax.jit
     def first_losses(key, batch):
         return {name: made.step(made.init(key), batch)[1] for name, made in trainings.items()}
@@ -157,38 +157,39 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on():
     assert results["ours"] == results["by-hand"] == {"error": "out of memory"}
 
 
+CEILINGS = dict.fromkeys((f"{n}_flops_per_second" for n in ("float16", "tf32", "float32")), 1.0)
+
+
+def results_with(rows):
+    """Returns results of one workload in these rows, as a file of them has them."""
+    workload = {"title": "GPT-2", "recipes": rows}
+    ceilings = CEILINGS | {"bytes_per_second": 1.0}
+    return {"machine": MACHINE, "ceilings": ceilings, "workloads": {"gpt2": workload}}
+
+
 def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
     failed, found = {"error": "out of memory"}, {"seconds": 1.0, "ratio": 1.0, "bytes_moved": 1}
-    counted = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": {}}}}
-    for rows in ({"by-hand": failed, "adapter": failed}, {"by-hand": found, "adapter": failed}):
-        ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
-        counted["ceilings"] = ceilings | {"bytes_per_second": 1.0}
-        counted["workloads"]["gpt2"]["recipes"] = rows
-        for section in (_measured.cpu(counted), _measured.gpu(counted, None)):
+    for by_hand in (failed, found):
+        results = results_with({"by-hand": by_hand, "adapter": failed})
+        for section in (_measured.cpu(results), _measured.gpu(results, None)):
             assert "ours: adapter: not run: out of memory" in section
-    counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
-    assert "by hand, dynamic loss scaling: not run: out of memory" in _counted.steps(counted)
+    section = _counted.steps(results_with({"by-hand": failed}))
+    assert "by hand, dynamic loss scaling: not run: out of memory" in section
 
 
 def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time():
     parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
     counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
     slower = counted | {"model_ms": parts | {"bytes": 17.5}}
-    recipes = {"by-hand": counted, "float32": slower}
-    compiled = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": recipes}}}
+    compiled = results_with({"by-hand": counted, "float32": slower})
     cells = cells_of(_counted.steps(compiled))
     assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
     assert cells["float32, exact products"][-1] == "2.000"
     assert cells["recipe"][-2].startswith("modelled limit, model ms")
 
-    ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
-    measured = {name: {"seconds": 1.0, "ratio": 1.0} for name in ("by-hand", "float32", "tf32")}
-    timed = {
-        "machine": MACHINE,
-        "ceilings": ceilings | {"bytes_per_second": 1.0},
-        "workloads": {"gpt2": {"title": "GPT-2", "recipes": measured}},
-    }
-    cells = cells_of(_measured.gpu(timed, compiled))
+    names = ("by-hand", "float32", "tf32")
+    measured = results_with({name: {"seconds": 1.0, "ratio": 1.0} for name in names})
+    cells = cells_of(_measured.gpu(measured, compiled))
     column = cells["recipe"].index("modelled limit, model ms")
     limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
     assert limits == {
@@ -223,13 +224,6 @@ MACHINE = dict.fromkeys(
 )
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
-    with pytest.raises(ValueError, match="got the recipe 'hand'; expected one of .*by-hand"):
-        recipes.find("hand")
-    with pytest.raises(ValueError, match="got the workload 'gpt3'; expected one of gpt2"):
-        workloads.find("gpt3", rehearse=False)
-
-
 @pytest.mark.full
 def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
     old = {"machine": {"device": "another"}, "workloads": {"gpt2": {"recipes": {}}}}
@@ -258,14 +252,25 @@ class InThisProcess:
         return getattr(worker.Worker("by-hand"), do)(**options)
 
 
-def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, monkeypatch):
-    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
+@pytest.fixture
+def results_of(tmp_path, monkeypatch):
+    """Returns what runs a suite in this process and reads the file that it has written."""
+    workers = lambda names, *_: contextlib.nullcontext({name: InThisProcess() for name in names})
     monkeypatch.setattr(benchmarks.run, "workers", workers)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # threads of one process: one at a time
-    options = ["--suite=wire", "--rehearse", f"--output-dir={tmp_path}", "--only", "fsdp"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--recipes", "by-hand", "autocast"])
-    benchmarks.run.main()
-    results = json.loads((tmp_path / "wire_rehearsal.json").read_text())
+
+    def run(suite, only, *options):
+        command = [f"--suite={suite}", f"--output-dir={tmp_path}", "--only", only, *options]
+        monkeypatch.setattr(sys, "argv", ["run.py", *command])
+        benchmarks.run.main()
+        (file,) = tmp_path.glob("*.json")
+        return json.loads(file.read_text())
+
+    return run
+
+
+def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, results_of):
+    results = results_of("wire", "fsdp", "--rehearse", "--recipes", "by-hand", "autocast")
     assert set(results["workloads"]) == {"fsdp"}
     counted = results["workloads"]["fsdp"]["recipes"]
     assert set(counted) == {"by-hand", "autocast"}
@@ -282,27 +287,23 @@ def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, mo
 
 
 @pytest.mark.full
-def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, tmp_path, monkeypatch):
-    workers = lambda names, *_: contextlib.nullcontext({name: InThisProcess() for name in names})
-    monkeypatch.setattr(benchmarks.run, "workers", workers)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, results_of, monkeypatch):
     monkeypatch.setattr(targets, "tpu_python", lambda: None)
-    options = ["--suite=targets", "--rehearse", f"--output-dir={tmp_path}", "--only", "adam"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--machines", "l40s", "v5e"])
-    benchmarks.run.main()
-    results = json.loads((tmp_path / "targets_rehearsal.json").read_text())
+    results = results_of("targets", "adam", "--rehearse", "--machines", "l40s", "v5e")
     counted = results["workloads"]["adam"]["recipes"]
     halves, ways = ("float16", "bfloat16"), ("by hand", "ours")
     assert set(counted) == {f"l40s {half} {way}" for half in halves for way in ways}
     ours, by_hand = (counted[f"l40s float16 {way}"] for way in ("ours", "by hand"))
-    # By hand half parameters are written alone, ours are read too; all others are in both.
+    # By hand half parameters are only written, ours are read too; all others are in both.
     assert 1 < ours["bytes_moved"] / by_hand["bytes_moved"] < 1.08
-    (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
-    ratios = [f"{ours[key] / by_hand[key]:.3f}" for key in ("bytes_moved", "kernels")]
-    assert [cell.strip() for cell in row.split("|")[3:5]] == ratios
+
+    def ratios():
+        (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
+        return [cell.strip() for cell in row.split("|")[3:5]]
+
+    assert ratios() == [f"{ours[key] / by_hand[key]:.3f}" for key in ("bytes_moved", "kernels")]
     counted["l40s float16 ours"] = {"error": "does not compile"}
-    (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
-    assert [cell.strip() for cell in row.split("|")[3:5]] == ["–", "–"]
+    assert ratios() == ["–", "–"]
 
 
 def test_every_target_is_counted_in_every_way_under_a_name_of_its_own():
@@ -310,28 +311,19 @@ def test_every_target_is_counted_in_every_way_under_a_name_of_its_own():
         names = [job.name for job in row.jobs()]
         assert len(set(names)) == len(names)
         assert targets.find(row.name) is row
-    with pytest.raises(ValueError, match="got the row 'gpt3'; expected one of gpt, "):
-        targets.find("gpt3")
 
 
-def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):
+def test_programs_of_pages_are_counted_row_by_row(results_of, monkeypatch):
     def failing():
         raise RuntimeError("does not compile")
 
     rows = {"one": lambda: {"kernels": 3}, "two": failing}
     monkeypatch.setattr(programs, "GROUPS", (programs.Group("float8", "A table", rows),))
-    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
-    monkeypatch.setattr(benchmarks.run, "workers", workers)
-    arguments = ["run.py", "--suite=programs", f"--output-dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "float8"])
     with pytest.raises(RuntimeError, match="does not compile"):  # a worker of its own answers it
-        benchmarks.run.main()
+        results_of("programs", "float8")
     del rows["two"]
-    benchmarks.run.main()
-    found = json.loads((tmp_path / "programs.json").read_text())["workloads"]
+    found = results_of("programs", "float8")["workloads"]
     assert found == {"float8": {"title": "A table", "recipes": {"one": {"kernels": 3}}}}
-    with pytest.raises(ValueError, match="got the group 'float16'; expected one of float8"):
-        programs.find("float16")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +336,7 @@ def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):
         (["--suite=cpu", "--only", "fsdp"], "expected one of gpt2, "),
     ],
 )
-def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
+def test_a_suite_that_makes_no_sense_is_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments, f"--output-dir={tmp_path}"])
     with pytest.raises(SystemExit) as exit:
         benchmarks.run.main()
@@ -354,11 +346,23 @@ def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-def test_the_documentation_is_what_the_committed_results_say():
+@pytest.mark.parametrize(
+    ("find", "words"),
+    [
+        (lambda: recipes.find("hand"), "got the recipe 'hand'; expected one of .*by-hand"),
+        (lambda: workloads.find("gpt3", rehearse=False), "workload 'gpt3'; expected one of gpt2"),
+        (lambda: targets.find("gpt3"), "got the row 'gpt3'; expected one of gpt, "),
+        (lambda: programs.find("half"), "got the group 'half'; expected one of "),
+    ],
+    ids=["recipe", "workload", "target", "program"],
+)
+def test_an_unknown_name_is_answered_with_those_there_are(find, words):
+    with pytest.raises(ValueError, match=words):
+        find()
+
+
+def test_pages_are_what_the_committed_results_say():
     assert report.performance() == (ROOT / "docs/performance.md").read_text()
-
-
-def test_the_page_of_published_models_is_what_the_committed_results_say():
     files = sorted(public_models.RESULTS.glob("*.json"))
     results = [json.loads(file.read_text()) for file in files]
     assert _page.page(results) == public_models.PAGE.read_text()

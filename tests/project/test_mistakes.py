@@ -35,8 +35,7 @@ def test_a_mistake_is_refused_with_the_way_out_and_changes_nothing(row):
     assert contents() == before
 
 
-def test_there_are_many_and_none_stands_twice():
-    assert len(ROWS) >= 150
+def test_no_mistake_stands_twice():
     assert len({row.code for row in ROWS}) == len(ROWS)
 
 

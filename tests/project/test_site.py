@@ -358,7 +358,6 @@ def public_names_found():
 
 @pytest.mark.full
 def test_the_search_finds_names_and_words(opened, site):
-    assert len(FOUND) >= 60
     expected = {query: [address] for query, address in (EXPLAINED | FOUND).items()}
     expected = public_names_found() | expected
     hits = first_hits(opened("index.html"), site, expected)
