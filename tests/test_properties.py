@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jmp
-from jmp.dtypes import dtype_to_names
 from tests.cases import ODD_LEAVES
 
 powers = st.integers(-140, 127).map(lambda n: math.ldexp(1.0, n))
@@ -47,16 +46,6 @@ def test_a_scale_stays_finite_and_positive_with_any_parameters(start, factor, ba
     for finite in flags:
         scale = scale.adjust(finite)
         assert 2.0**-126 <= float(scale.loss_scale) <= 2.0**126
-
-
-dtypes = st.sampled_from(sorted(names[-1] for names in dtype_to_names.values()))
-
-
-@given(dtypes, dtypes, dtypes)
-def test_policies_round_trip_through_text(param, compute, output):
-    policy = jmp.Policy(param, compute, output)
-    assert jmp.get_policy(str(policy)) == policy
-    assert hash(jmp.get_policy(str(policy))) == hash(policy)
 
 
 @given(st.text() | st.from_regex(r"[pcoq]=[a-z0-9]+(,[pco]=[a-z0-9]*)*"))
@@ -174,15 +163,6 @@ def test_unscaling_what_was_scaled_is_exact_where_nothing_overflows(dtype, numbe
     scaled = abs(float(leaf)) * float(scale.loss_scale)
     if leaf == 0 or (smallest <= abs(float(leaf)) and smallest <= scaled <= largest):
         assert float(scale.unscale(scale.scale(leaf))) == float(leaf)
-
-
-@given(trees)
-def test_any_tree_goes_through_flattening_and_half_precision_with_its_scale(tree):
-    state = {"tree": tree, "scale": jmp.DynamicLossScale(2.0**20)}
-    leaves, structure = jax.tree.flatten(jmp.cast_to_half(state))
-    scale = jax.tree.unflatten(structure, leaves)["scale"]
-    assert float(scale.loss_scale) == 2.0**20
-    assert scale.loss_scale.dtype == np.float32
 
 
 words = "p= c= o= params= , , = f32 f16 half bf16 f8_e4m3fn full O1 q ; mixed_float16".split(" ")
