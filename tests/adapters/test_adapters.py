@@ -265,14 +265,14 @@ UNSCALED = {
     "plain": ADAM,
     "a chain": optax.chain(optax.clip(1.0), ADAM),
 }
-warned = pytest.warns(jmp.UnscaledLossWarning, match="float16, but its optimizer scales no loss")
+SCALES_NOTHING = "float16, but its optimizer scales no loss"
 
 
 @pytest.mark.parametrize("adapter", MARKED, ids=lambda adapter: adapter.name)
 @pytest.mark.parametrize("tx", in_full(UNSCALED, but=("bfloat16's", "a chain")))
 def test_a_step_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(adapter, tx):
     state, step = adapter.trainer("mixed_float16", tx)
-    with warned:
+    with pytest.warns(jmp.UnscaledLossWarning, match=SCALES_NOTHING):
         step(state, IMAGES)
 
 
@@ -280,12 +280,14 @@ def test_a_step_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(ad
 def test_a_train_state_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(tx):
     def create(tx, policy="mixed_float16"):
         apply_fn = jax.jit(adapters.linen.autocast(lambda variables: variables["w"], policy))
-        adapters.linen.TrainState.create(apply_fn=apply_fn, params={"w": jnp.ones(1)}, tx=tx)
+        params = {"w": jnp.ones(1)}
+        return adapters.linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
 
-    with warned:
+    with pytest.warns(jmp.UnscaledLossWarning, match=SCALES_NOTHING):
         create(tx)
-    create(tx, "mixed_bfloat16")
-    create(transforms.with_loss_scale(ADAM, jmp.StaticLossScale(1.0)))  # no scale, and a check
+    assert create(tx, "mixed_bfloat16").step == 0  # a warning is an error in tests
+    checked = transforms.with_loss_scale(ADAM, jmp.StaticLossScale(1.0))  # no scale, and a check
+    assert create(checked).loss_scale.loss_scale == 1.0
 
 
 @pytest.mark.parametrize(
