@@ -14,7 +14,6 @@ from flax import nnx
 import jmp
 from jmp import adapters, diagnostics
 from jmp.diagnostics._scope_search import rules_for, search
-from testbed import models
 from tests.commands import in_full
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
@@ -164,8 +163,6 @@ def crushed_backward(w, x):
         {
             "2": {0: crushed, 3: crushed_backward},
             "0": {},
-            "1": {1: crushed_backward},
-            "3": {1: crushed, 4: crushed, 6: crushed},
         },
         first=1,
     ),
@@ -292,18 +289,6 @@ def test_a_culprit_is_found_inside(wrap):
     assert found.is_within
 
 
-@pytest.mark.full
-def test_rules_bring_the_error_of_a_real_model_down():
-    with jax.numpy_rank_promotion("allow"):
-        loss, params, batch = models.equinox_attention(batch=2, length=8, width=16)
-        as_it_is = diagnostics.find_float32(loss, BF16, tolerance=1.0)(params, *batch)
-        found = diagnostics.find_float32(loss, BF16, tolerance=0.002)(params, *batch)
-    assert as_it_is.all_half == (as_it_is.loss_error, as_it_is.gradient_error)
-    assert as_it_is.gradient_error > 2e-3
-    assert found.is_within
-    assert 0 < sum(scope.in_float32 for scope in found.scopes) < len(found.scopes)
-
-
 class NnxBlock(nnx.Module):
     def __init__(self, factor):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
@@ -404,7 +389,7 @@ def test_culprits_that_make_everything_infinite_are_found_in_few_trials(culprits
     assert len(asked) <= 2 + 2 * 3 * len(culprits)  # 8 scopes are split three times
 
 
-def test_errors_that_are_too_large_together_alone_take_the_worst_out_and_no_more():
+def test_errors_that_are_too_large_only_together_take_the_worst_out_and_no_more():
     sizes = [1.0, 3.0, 2.0, 5.0, 4.0]
     together = lambda low: (sum(sizes[i] for i in low), 0.0)
     assert search(range(5), together, 6.0).kept == {3, 4}
@@ -512,16 +497,6 @@ def test_parameters_in_parts_on_a_mesh():
     loss, params, x = network([harmless, overflows])
     found = diagnostics.find_float32(loss, F16)(jax.device_put(params, sharding), x)
     assert paths_of(found) == ["layer_1"]
-
-
-def test_a_loss_that_is_nan_in_float32_is_refused():
-    loss, params, x = network([harmless])
-    for spoilt, words in (
-        (lambda params, x: loss(params, x) * jnp.nan, "the loss and 1 more"),
-        (lambda params, x: loss(params, x) + jnp.sqrt(0 * params[0, 0, 0]), "the gradient of the "),
-    ):
-        with pytest.raises(ValueError, match=words):
-            diagnostics.find_float32(spoilt, F16)(params, x)
 
 
 def test_a_result_is_short_and_its_data_are_json():
