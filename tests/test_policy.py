@@ -226,6 +226,7 @@ def test_a_dtype_of_a_policy_is_a_scalar_type(name):
     assert dtype == getattr(jnp, name) == np.dtype(name).type
     assert dtype == np.dtype(name) and np.dtype(name) == dtype
     assert dtype != jnp.int8 and dtype != np.dtype("int8")
+    assert jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8 * dtype.dtype.itemsize
     keys = {getattr(jnp, name): 1}
     assert keys[dtype] == {np.dtype(name).type: 1}[dtype] == 1
     with jax.enable_x64(True):

@@ -20,7 +20,8 @@ from tests.project.running import (
 pytestmark = pytest.mark.full
 
 TINY = ["--digits=1", "--width=32", "--heads=2", "--pretrain-to=0.3", "--batch-size=16"]
-RUN = [*TINY, "--devices=1", "--steps=5", "--checkpoint-every=3", "--precision=mixed_float16"]
+RUN = [*TINY, "--pretrain-to=0.05", "--devices=1", "--steps=5", "--checkpoint-every=3"]
+RUN += ["--precision=mixed_float16"]
 
 
 @pytest.fixture(scope="module")
