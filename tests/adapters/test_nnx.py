@@ -511,26 +511,23 @@ def test_of_two_models_the_one_that_overflows_is_skipped_alone():
     assert (after["norm"]["mean"] != 0).any()
 
 
-def test_an_error_in_a_step_of_ones_own_changes_nothing():
+@pytest.mark.parametrize(
+    ("is_updated", "refused"),
+    [
+        (True, pytest.raises(RuntimeError, match="in between")),
+        (False, pytest.raises(ValueError, match=r"expected optimizer.update\(model, gradients\)")),
+    ],
+    ids=["error", "no update"],
+)
+def test_a_step_of_ones_own_that_fails_or_updates_nothing_changes_nothing(is_updated, refused):
     (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
     before = contents(model, optimizer, other)
-    with (
-        pytest.raises(RuntimeError, match="in between"),
-        adapter.atomic_step(model, optimizer, other),
-    ):
+    with refused, adapter.atomic_step(model, optimizer, other):
         grad_fn = adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))
         _, grads = grad_fn(model, other, ROWS)
-        optimizer.update(model, grads)
-        raise RuntimeError("in between")
-    assert contents(model, optimizer, other) == before
-
-
-def test_a_step_of_ones_own_without_an_update_is_refused_and_changes_nothing():
-    (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
-    before = contents(model, optimizer, other)
-    refused = pytest.raises(ValueError, match=r"expected optimizer.update\(model, gradients\)")
-    with refused, adapter.atomic_step(model, optimizer, other):
-        adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))(model, other, ROWS)
+        if is_updated:
+            optimizer.update(model, grads)
+            raise RuntimeError("in between")
     assert contents(model, optimizer, other) == before
 
 

@@ -414,7 +414,7 @@ def test_nothing_is_run_and_bytes_are_exact_beyond_any_memory():
     found = report(lambda w, x: jnp.sum(jnp.sin(w) * x[None]), w, x, optimizer=optax.adam(1e-3))
     assert found.parameters == 10**14
     assert found.optimizer_bytes["float32"] == 8 * 10**14
-    assert found.copy_bytes["float32"] >= 4 * 10**14  # computed of parameters alone
+    assert found.copy_bytes["float32"] >= 4 * 10**14  # computed only from parameters
     assert "4e+14" not in str(found) and "400 TB" in str(found)
 
 

@@ -323,7 +323,7 @@ def test_turns_of_a_scan_and_a_region_that_was_asked_for_count_in_the_share():
 
 def test_what_was_asked_for_is_no_hazard():
     (sentence,) = report(full=["dot_general"]).hazards
-    assert "multiplies float32 with HIGHEST precision" in sentence  # its price alone
+    assert "multiplies float32 with HIGHEST precision" in sentence  # only its price
     inner = jmp.autocast(loss, "float32")
     found = report(inner)
     assert found.hazards == []
@@ -396,7 +396,7 @@ def row(module, source="model.py:1", **fields):
 REPEATED = {
     # A number that all have stays.
     "layers": ([row(f"net2/h/{i}/mlp") for i in range(12)], [("net2/h/*/mlp", 12)]),
-    # Another reason, dtype or module is another row; one that stands alone says whose it is.
+    # Another reason, dtype or module is another row; a single one says whose it is.
     "others among them": (
         [
             *(row(f"net2/h/{i}/mlp") for i in range(3)),
@@ -461,7 +461,7 @@ def test_places_are_spelled_from_the_package_or_the_working_directory_on(monkeyp
     assert spelled("/elsewhere/model.py") == "/elsewhere/model.py"
     line = loss.__code__.co_firstlineno + 2
     assert report().rows[0].source == f"{__file__}:{line}"
-    # A program of libraries alone: their line, not one of JAX's machinery.
+    # A program of libraries has their line, not one of JAX's machinery.
     layer = nn.Dense(8)
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
     assert re.fullmatch(

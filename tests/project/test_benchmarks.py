@@ -319,7 +319,7 @@ def test_programs_of_pages_are_counted_row_by_row(results_of, monkeypatch):
 
     rows = {"one": lambda: {"kernels": 3}, "two": failing}
     monkeypatch.setattr(programs, "GROUPS", (programs.Group("float8", "A table", rows),))
-    with pytest.raises(RuntimeError, match="does not compile"):  # a worker of its own answers it
+    with pytest.raises(RuntimeError, match="does not compile"):  # workers hand it on as words
         results_of("programs", "float8")
     del rows["two"]
     found = results_of("programs", "float8")["workloads"]

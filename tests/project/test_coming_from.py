@@ -44,7 +44,7 @@ def test_a_source_at_the_foot_of_a_page_is_linked_to(name):
         assert f"][{source}]" in PAGES[name], source
 
 
-# Overflows at the start, alone, in pairs, and after the scale has grown twice.
+# Overflows at the start, single and in pairs, and after the scale has grown twice.
 OVERFLOWS = (0, 1, 2, 700, 2300, 2301, 6600, 6602)
 FINITE = np.isin(np.arange(9000), OVERFLOWS, invert=True)
 

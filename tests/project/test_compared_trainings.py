@@ -86,7 +86,7 @@ def test_a_case_is_trained_in_each_way_and_the_others_are_kept(tmp_path):
     np.testing.assert_allclose(losses["scaled"], losses["float32"], rtol=1e-3)
 
 
-def test_the_file_has_cases_of_the_program_alone_each_with_all_seeds():
+def test_the_file_has_only_cases_of_the_program_and_each_with_all_seeds():
     assert SCALING["cases"].keys() <= scaling_cases.CASES.keys()
     for case in SCALING["cases"].values():
         assert {len(case[run]["final_losses"]) for run in scaling_cases.RUNS} == {SCALING["seeds"]}

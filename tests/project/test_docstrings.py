@@ -105,7 +105,7 @@ def raises_section(words, followed=()):
 
 
 def statements(function):
-    """Returns the syntax of a function, property or class: of a class its construction alone."""
+    """Returns the syntax of a function or property, or of the construction of a class."""
     function = inspect.unwrap(getattr(function, "fget", function))
     if inspect.isclass(function):
         makers = ("__init__", "__post_init__", "_missing_")

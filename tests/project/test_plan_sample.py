@@ -12,7 +12,6 @@ import pytest
 import jmp
 from benchmarks import _plan_sources, plan_sample
 from benchmarks._program_texts import error_text, names_of_package, program_text, without_names
-from testbed import random_graphs
 
 pytestmark = pytest.mark.full
 
@@ -93,12 +92,3 @@ def test_the_package_of_a_revision_is_compared_with_that_of_the_clone(capsys):
 def test_an_error_is_told_without_the_place_where_it_was_raised():
     error = ValueError(f"wrong at {plan_sample.PACKAGE}/autocasting/_emit.py:12 (run) of 0x7f00")
     assert error_text(error) == "raised ValueError: wrong at <jmp> of 0x"
-
-
-@pytest.mark.parametrize("kind", [random_graphs.graph, random_graphs.nest, random_graphs.sharded])
-def test_a_random_program_is_the_same_each_time_and_jax_takes_it(kind):
-    with jax.numpy_rank_promotion("allow"):
-        for number in range(4):
-            fun, args = kind(number)
-            texts = {program_text(jax.make_jaxpr(fun)(*args)) for _ in range(2)}
-            assert len(texts) == 1

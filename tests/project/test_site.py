@@ -347,7 +347,7 @@ def first_hits(page, root, queries):
 
 
 def public_names_found():
-    """Returns the addresses of public names by their ends; jmp.x alone, if there is jmp.m.x."""
+    """Returns the addresses of public names by their ends: of jmp.x and jmp.m.x only the first."""
     found = {}
     for page in (DOCS / "reference").glob("*.md"):
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):

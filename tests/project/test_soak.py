@@ -6,11 +6,10 @@ import types
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from rich.console import Console
 
 import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
-from benchmarks.soak import faults, float8, kills
+from benchmarks.soak import faults, kills
 from testbed.mistakes import MISTAKES
 from tests.transforms.every_optimizer import TRANSFORMATIONS
 from tests.transforms.orders import (
@@ -84,19 +83,6 @@ def test_no_kill_left_a_training_that_ends_elsewhere():
     found = json.loads((ROOT / "results" / "soak.json").read_text())["kills"]
     assert found["passed"] and found["kills"] >= 30
     assert found["bit_equal"] == found["trainings"]
-
-
-def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch, small_is_float8):
-    monkeypatch.setattr(float8, "WIDTHS", (64, 16, 16, 10))
-    monkeypatch.setattr(float8, "EPOCHS", 2)
-    found = float8.of_digits(range(2), Console(quiet=True))
-    assert found["float8_share"] == 1 - 160 / (64 * 16 + 16 * 16 + 160)  # all but the head
-    half, low = (found["test_accuracy"][name] for name in float8.PRECISIONS)
-    assert found["difference"] == pytest.approx(np.mean(low) - np.mean(half))
-    errors = abs(low[1] - half[1] - (low[0] - half[0])) / 2  # of two differences
-    assert found["standard_error"] == pytest.approx(errors)
-    assert found["passed"] == (abs(found["difference"]) <= 2 * found["standard_error"])
-    json.dumps(found)
 
 
 def test_float8_trained_as_bfloat16_did_wherever_it_could_run():
