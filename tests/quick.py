@@ -98,7 +98,7 @@ def most_lines(lines: dict[str, set[int]], took: dict[str, float]) -> list[str]:
 
 def write() -> None:
     """Runs the suite, notes which test runs which lines, and writes the list."""
-    import coverage  # needed for this alone
+    import coverage  # only the list needs it
 
     with tempfile.TemporaryDirectory() as folder:
         data, times = pathlib.Path(folder, "coverage"), pathlib.Path(folder, "times")
@@ -199,7 +199,7 @@ def main() -> None:
         parser.error(f"no tests belong to the files: {what}. Name a file, or run make test.")
     for file in files:
         if file.startswith("jmp/") and file not in listed():
-            print(f"{file} is not in {LIST.name} yet: its doctests alone. Run make quick-list.")
+            print(f"{file} is not in {LIST.name} yet: only its doctests run. Run make quick-list.")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         selected = pathlib.Path(folder, "selected")

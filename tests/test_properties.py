@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jmp
-from jmp.dtypes import dtype_to_names
 from tests.cases import ODD_LEAVES
 
 powers = st.integers(-140, 127).map(lambda n: math.ldexp(1.0, n))
@@ -47,24 +46,6 @@ def test_a_scale_stays_finite_and_positive_with_any_parameters(start, factor, ba
     for finite in flags:
         scale = scale.adjust(finite)
         assert 2.0**-126 <= float(scale.loss_scale) <= 2.0**126
-
-
-dtypes = st.sampled_from(sorted(names[-1] for names in dtype_to_names.values()))
-
-
-@given(dtypes, dtypes, dtypes)
-def test_policies_round_trip_through_text(param, compute, output):
-    policy = jmp.Policy(param, compute, output)
-    assert jmp.get_policy(str(policy)) == policy
-    assert hash(jmp.get_policy(str(policy))) == hash(policy)
-
-
-@given(st.text() | st.from_regex(r"[pcoq]=[a-z0-9]+(,[pco]=[a-z0-9]*)*"))
-def test_any_text_is_a_policy_or_a_value_error(text):
-    try:
-        assert isinstance(jmp.get_policy(text), jmp.Policy)
-    except ValueError:
-        pass
 
 
 def arrays():
@@ -176,20 +157,15 @@ def test_unscaling_what_was_scaled_is_exact_where_nothing_overflows(dtype, numbe
         assert float(scale.unscale(scale.scale(leaf))) == float(leaf)
 
 
-@given(trees)
-def test_any_tree_goes_through_flattening_and_half_precision_with_its_scale(tree):
-    state = {"tree": tree, "scale": jmp.DynamicLossScale(2.0**20)}
-    leaves, structure = jax.tree.flatten(jmp.cast_to_half(state))
-    scale = jax.tree.unflatten(structure, leaves)["scale"]
-    assert float(scale.loss_scale) == 2.0**20
-    assert scale.loss_scale.dtype == np.float32
-
-
 words = "p= c= o= params= , , = f32 f16 half bf16 f8_e4m3fn full O1 q ; mixed_float16".split(" ")
 
 
-@given(st.lists(st.sampled_from([*words, " "]), max_size=8).map("".join))
-def test_text_made_of_the_grammars_own_words_parses_or_raises_a_value_error(text):
+@given(
+    st.lists(st.sampled_from([*words, " "]), max_size=8).map("".join)
+    | st.from_regex(r"[pcoq]=[a-z0-9]+(,[pco]=[a-z0-9]*)*")
+    | st.text()
+)
+def test_any_text_is_a_policy_or_a_value_error_that_says_what_was_expected(text):
     try:
         policy = jmp.get_policy(text)
     except ValueError as error:

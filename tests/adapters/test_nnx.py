@@ -1,7 +1,6 @@
 """The nnx adapter: half products, shared Variables, an untouched argument, atomic steps."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -109,26 +108,11 @@ def test_variables_are_shared_and_the_argument_stays_as_it_was(make, inputs):
     assert not shared
 
 
-def test_views_of_one_policy_have_equal_graphs_and_jit_once():
-    model = Convolutions(nnx.Rngs(0))
-    views = [adapter.autocast(model, "mixed_float16") for _ in range(2)]
-    assert nnx.graphdef(views[0]) == nnx.graphdef(views[1])
-
-
-def test_a_module_used_twice_stays_one_module():
-    view = adapter.autocast(Sequences(nnx.Rngs(0)), "mixed_float16")
-    assert view.tied is view.general
-
-
-@pytest.mark.parametrize("cast_all", [False, True])
-def test_running_statistics_are_float32(cast_all):
-    model = Convolutions(nnx.Rngs(0))
-    if cast_all:
-        nnx.update(model, jmp.cast_to_half(nnx.state(model)))
-    view = adapter.autocast(model, "mixed_float16")
-    view(IMAGES)
-    assert model.batch_norm.mean[...].dtype == jnp.float32
-    assert jnp.any(model.batch_norm.mean[...] != 0)
+def test_views_of_one_policy_have_equal_graphs_in_which_one_module_stays_one():
+    model = Sequences(nnx.Rngs(0))
+    one, two = (adapter.autocast(model, "mixed_float16") for _ in range(2))
+    assert nnx.graphdef(one) == nnx.graphdef(two)
+    assert one.tied is one.general
 
 
 def test_cast_params_keeps_norms_and_statistics_and_copies():
@@ -141,16 +125,6 @@ def test_cast_params_keeps_norms_and_statistics_and_copies():
     }
     half = {name for name, dtype in dtypes.items() if dtype == "float16"}
     assert half == {"first/kernel", "second/kernel", "second/bias"}
-
-
-def test_rules_by_path_and_type():
-    model = Convolutions(nnx.Rngs(0))
-    count = lambda rules: product_dtypes(
-        *split_loss(adapter.autocast(model, "mixed_float16", rules=rules), IMAGES)
-    )
-    assert count([("head", "float32")]) == {"float16": 2, "float32": 1}
-    assert count([(nnx.Conv, "float32")]) == {"float16": 2, "float32": 1}
-    assert count([(re.compile("first|second"), "float32")]) == {"float16": 1, "float32": 2}
 
 
 class Containers(nnx.Module):
@@ -176,36 +150,19 @@ def mean_square(model, inputs):
     return jnp.mean((model(inputs) - 1.0) ** 2)
 
 
-def test_an_auxiliary_output_comes_along_and_the_loss_falls():
-    view = adapter.autocast(Sequences(nnx.Rngs(0)), "mixed_bfloat16")
+def test_an_auxiliary_output_comes_along_and_bfloat16_needs_no_scale():
+    view = adapter.autocast(Convolutions(nnx.Rngs(0)), "mixed_bfloat16")
     tx = transforms.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
     optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
     assert adapter.loss_scale(optimizer) == jmp.NoOpLossScale()
     loss_fn = lambda m, x: (mean_square(m, x), {"inputs": x})
     step = nnx.jit(lambda m, o, x: adapter.train_step(loss_fn, m, o, x, has_aux=True))
     losses = []
-    for _ in range(8):
-        loss, aux = step(view, optimizer, TOKENS)
+    for _ in range(3):
+        loss, aux = step(view, optimizer, IMAGES)
         losses.append(float(loss))
     assert losses[-1] < losses[0]
-    assert bits(aux["inputs"]) == bits(TOKENS)
-
-
-def test_masters_keep_half_parameters_going():
-    model = adapter.cast_params(Convolutions(nnx.Rngs(0)), "O2")
-    view = adapter.autocast(model, "O2")
-    tx = transforms.mixed_precision(optax.sgd(1e-2), "O2", jmp.StaticLossScale(8.0))
-    optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
-    step = nnx.jit(lambda m, o, x: adapter.train_step(mean_square, m, o, x))
-    for _ in range(3):
-        step(view, optimizer, IMAGES)
-    state = nnx.as_pure(optimizer.opt_state)
-    params = nnx.as_pure(nnx.state(view, nnx.Param))
-    rounded = jax.tree.map(
-        lambda m, p: m.astype(p.dtype), transforms.masters(state, params), params
-    )
-    assert bits(rounded) == bits(params)
-    assert model.first.kernel[...].dtype == jnp.float16
+    assert bits(aux["inputs"]) == bits(IMAGES)
 
 
 class Regularised(nnx.Module):
@@ -554,26 +511,23 @@ def test_of_two_models_the_one_that_overflows_is_skipped_alone():
     assert (after["norm"]["mean"] != 0).any()
 
 
-def test_an_error_in_a_step_of_ones_own_changes_nothing():
+@pytest.mark.parametrize(
+    ("is_updated", "refused"),
+    [
+        (True, pytest.raises(RuntimeError, match="in between")),
+        (False, pytest.raises(ValueError, match=r"expected optimizer.update\(model, gradients\)")),
+    ],
+    ids=["error", "no update"],
+)
+def test_a_step_of_ones_own_that_fails_or_updates_nothing_changes_nothing(is_updated, refused):
     (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
     before = contents(model, optimizer, other)
-    with (
-        pytest.raises(RuntimeError, match="in between"),
-        adapter.atomic_step(model, optimizer, other),
-    ):
+    with refused, adapter.atomic_step(model, optimizer, other):
         grad_fn = adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))
         _, grads = grad_fn(model, other, ROWS)
-        optimizer.update(model, grads)
-        raise RuntimeError("in between")
-    assert contents(model, optimizer, other) == before
-
-
-def test_a_step_of_ones_own_without_an_update_is_refused_and_changes_nothing():
-    (model, optimizer), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
-    before = contents(model, optimizer, other)
-    refused = pytest.raises(ValueError, match=r"expected optimizer.update\(model, gradients\)")
-    with refused, adapter.atomic_step(model, optimizer, other):
-        adapter.scaled_value_and_grad(judged, adapter.loss_scale(optimizer))(model, other, ROWS)
+        if is_updated:
+            optimizer.update(model, grads)
+            raise RuntimeError("in between")
     assert contents(model, optimizer, other) == before
 
 
@@ -596,29 +550,23 @@ def test_gradients_are_of_what_argnums_names():
 # Diagnostics of a model in training.
 
 
+@pytest.mark.parametrize("head", ["float16", "float32"])
 @pytest.mark.parametrize("way", ["plain", "view", "wrapped loss"])
-def test_reports_take_a_model_in_training_and_name_its_modules(way):
-    model = Net(nnx.Rngs(0))
+def test_reports_take_a_model_in_training_and_show_its_modules_and_what_rules_do(way, head):
+    rules = [("head", head)] if head == "float32" else []
+    model, loss_fn, options = Net(nnx.Rngs(0)), net_loss, {}
     if way == "view":
-        model = adapter.autocast(model, "mixed_float16")
-    loss_fn = adapter.autocast(net_loss, "mixed_float16") if way == "wrapped loss" else net_loss
+        model = adapter.autocast(model, "mixed_float16", rules=rules)
+    elif way == "wrapped loss":
+        loss_fn = adapter.autocast(net_loss, "mixed_float16", rules=rules)
+    else:
+        options = {"rules": rules}
     before = contents(model)
-    report = diagnostics.precision_report(loss_fn, "mixed_float16")(model, ROWS)
+    report = diagnostics.precision_report(loss_fn, "mixed_float16", **options)(model, ROWS)
     products = [(row.module, row.dtype_in) for row in report.rows if row.kind == "product"]
-    assert products == [("body", "float16"), ("head", "float16")]
+    assert products == [("body", "float16"), ("head", head)]
     assert "blocks/0" in {row.module for row in report.rows}
     assert contents(model) == before
-
-
-@pytest.mark.parametrize("way", ["plain", "view"])
-def test_a_report_shows_what_rules_for_modules_do(way):
-    rules = [("head", "float32")]
-    model, options = Net(nnx.Rngs(0)), {"rules": rules}
-    if way == "view":
-        model, options = adapter.autocast(model, "mixed_float16", rules=rules), {}
-    rows = diagnostics.precision_report(net_loss, "mixed_float16", **options)(model, ROWS).rows
-    products = {row.module: row.dtype_in for row in rows if row.kind == "product"}
-    assert products == {"body": "float16", "head": "float32"}
 
 
 PARAMETERS = {
@@ -727,11 +675,15 @@ def test_a_transformation_that_takes_gradients_alone_is_given_no_more():
 @pytest.mark.parametrize("masters", [None, "none"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_model_in_the_place_of_its_view_is_warned_of(policy, masters):
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model = linear()
     tx = transforms.mixed_precision(optax.sgd(0.1), policy, masters=masters)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     with pytest.warns(jmp.NoHalfProductWarning, match=r"trains in float32. Pass the view"):
         adapter.train_step(squared, model, optimizer, BATCH)
+
+
+def linear():
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
 class ByHand(nnx.Module):
@@ -742,21 +694,28 @@ class ByHand(nnx.Module):
         return (x.astype(jnp.float16) @ self.kernel[...].astype(jnp.float16)).astype(jnp.float32)
 
 
-@pytest.mark.filterwarnings("error::jmp.NoHalfProductWarning")
-@pytest.mark.parametrize("how", ["by hand", "view inside", "autocast", "no products", "float32"])
+HALF_OR_NO_PRODUCTS = {
+    "by hand": (ByHand, squared, "mixed_float16"),
+    "view inside": (
+        lambda: nnx.Sequential(adapter.autocast(linear(), "mixed_float16")),
+        squared,
+        "mixed_float16",
+    ),
+    "autocast": (linear, adapter.autocast(squared, "mixed_float16"), "mixed_float16"),
+    "no products": (
+        linear,
+        lambda model, x: (model.kernel[...] ** 2).sum() + 0 * model.bias[...].sum(),
+        "mixed_float16",
+    ),
+    "float32": (linear, squared, "float32"),
+}
+
+
+@pytest.mark.parametrize("how", HALF_OR_NO_PRODUCTS)
 def test_what_has_a_half_product_or_none_at_all_is_not_warned_of(how):
-    model, loss, policy = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), squared, "mixed_float16"
-    if how == "by hand":
-        model = ByHand()
-    elif how == "view inside":
-        model = nnx.Sequential(adapter.autocast(model, policy))
-    elif how == "autocast":
-        loss = adapter.autocast(squared, policy)
-    elif how == "no products":
-        loss = lambda model, x: (model.kernel[...] ** 2).sum() + 0 * model.bias[...].sum()
-    else:
-        policy = "float32"
-    optimizer = nnx.Optimizer(
-        model, transforms.mixed_precision(optax.sgd(0.1), policy), wrt=nnx.Param
-    )
-    adapter.train_step(loss, model, optimizer, BATCH)
+    make, loss, policy = HALF_OR_NO_PRODUCTS[how]
+    model = make()
+    tx = transforms.mixed_precision(optax.sgd(0.1), policy)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    adapter.train_step(loss, model, optimizer, BATCH)  # a warning is an error in tests
+    assert int(optimizer.step[...]) == 1

@@ -103,6 +103,15 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
     worst, second, *_ = found.by_module()
     assert (worst.path, worst.elements) == ("unsafe", 64 * 65)
     assert worst.relative_error > 5 * second.relative_error
+    # A module is its leaves as one vector.
+    leaves = [row for row in found.rows if row.path.startswith("unsafe/")]
+    error, reference = (
+        np.linalg.norm([getattr(row, name) for row in leaves])
+        for name in ("error_norm", "reference_norm")
+    )
+    assert worst.error_norm == pytest.approx(error, rel=1e-12)
+    assert worst.relative_error == pytest.approx(error / reference, rel=1e-12)
+    assert worst.largest_error == max(row.largest_error for row in leaves)
     assert [row.path for row in found.worst(1)] == ["unsafe/w"]
     assert [row.path for row in found.rows] == [
         "", "classifier/b", "classifier/w", "trunk/w", "unsafe/b", "unsafe/w",
@@ -110,19 +119,6 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
     # What the report suggests is the cure.
     cured = diagnostics.compare(two_heads, F16, rules=[("unsafe", "float32")])(*args)
     assert cured.worst(1)[0].relative_error < worst.relative_error / 5
-
-
-def test_a_module_is_its_leaves_as_one_vector():
-    generator = np.random.default_rng(1)
-    arrays = generator.normal(size=(2, 3, 50))
-    rows = [_comparison.error_of("gradient", str(i), a, b, 1.0) for i, (a, b) in enumerate(
-        zip(arrays[0], arrays[1], strict=True)
-    )]  # fmt: skip
-    together = _comparison.error_of_all("gradient", "m", rows)
-    whole = _comparison.error_of("gradient", "m", arrays[0], arrays[1], 1.0)
-    assert together.elements == whole.elements == 150
-    for name in ("relative_error", "largest_error", "reference_norm", "error_norm"):
-        assert getattr(together, name) == pytest.approx(getattr(whole, name), rel=1e-12)
 
 
 NAN, INF = math.nan, math.inf

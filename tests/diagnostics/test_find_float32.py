@@ -14,7 +14,6 @@ from flax import nnx
 import jmp
 from jmp import adapters, diagnostics
 from jmp.diagnostics._find_float32 import rules_for, search
-from testbed import models
 from tests.commands import in_full
 
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
@@ -164,8 +163,6 @@ def crushed_backward(w, x):
         {
             "2": {0: crushed, 3: crushed_backward},
             "0": {},
-            "1": {1: crushed_backward},
-            "3": {1: crushed, 4: crushed, 6: crushed},
         },
         first=1,
     ),
@@ -292,80 +289,46 @@ def test_a_culprit_is_found_inside(wrap):
     assert found.is_within
 
 
-@pytest.mark.full
-def test_rules_bring_the_error_of_a_real_model_down():
-    with jax.numpy_rank_promotion("allow"):
-        loss, params, batch = models.equinox_attention(batch=2, length=8, width=16)
-        as_it_is = diagnostics.find_float32(loss, BF16, tolerance=1.0)(params, *batch)
-        found = diagnostics.find_float32(loss, BF16, tolerance=0.002)(params, *batch)
-    assert as_it_is.all_half == (as_it_is.loss_error, as_it_is.gradient_error)
-    assert as_it_is.gradient_error > 2e-3
-    assert found.is_within
-    assert 0 < sum(scope.in_float32 for scope in found.scopes) < len(found.scopes)
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, factor):
-        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-        self.factor = factor
-
-    def __call__(self, x):
-        kernel = self.factor * self.linear.kernel[...]
-        return self.linear(x) + jnp.tanh((x @ kernel) / self.factor)
+LARGE = 2e5  # a factor of weights whose products go beyond 65504
 
 
 class NnxModel(nnx.Module):
     def __init__(self):
-        self.blocks = nnx.List([NnxBlock(1.0), NnxBlock(2e5)])
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(2)])
+        self.layers[1].kernel[...] *= LARGE
         self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-class EquinoxBlock(eqx.Module):
-    linear: eqx.nn.Linear
-    factor: float
-
-    def __call__(self, x):
-        kernel = self.factor * self.linear.weight
-        return self.linear(x) + jnp.tanh((x @ kernel) / self.factor)
+        return self.norm(jnp.tanh(self.layers[1](jnp.tanh(self.layers[0](x))) / LARGE))
 
 
 class EquinoxModel(eqx.Module):
-    blocks: list[EquinoxBlock]
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self):
+        first, second = (eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(2))
+        second = eqx.tree_at(lambda layer: layer.weight, second, LARGE * second.weight)
+        self.layers = [first, second]
 
     def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return jnp.tanh(jax.vmap(self.layers[1])(jnp.tanh(jax.vmap(self.layers[0])(x))) / LARGE)
 
 
-def nnx_case():
-    return NnxModel(), lambda model, x: jnp.mean(model(x) ** 2), adapters.nnx
-
-
-def equinox_case():
-    linear = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0))
-    model = EquinoxModel([EquinoxBlock(linear, 1.0), EquinoxBlock(linear, 2e5)])
-    return model, lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), adapters.equinox
-
-
-@pytest.mark.parametrize("case", [nnx_case, equinox_case])
-def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them(case):
+@pytest.mark.parametrize(
+    ("make", "adapter"), [(NnxModel, adapters.nnx), (EquinoxModel, adapters.equinox)]
+)
+def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them(make, adapter):
+    model, loss = make(), lambda model, x: jnp.mean(model(x) ** 2)
     with jax.numpy_rank_promotion("allow"):
-        model, loss, adapter = case()
         x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
         before = jax.tree.leaves(model)
         found = diagnostics.find_float32(loss, F16)(model, x)
-        assert found.rules == [("blocks/1/linear", F16), ("blocks/1", "float32")]
+        assert found.rules == [("layers/1", "float32")]
         assert found.is_within
         assert all(a is b for a, b in zip(jax.tree.leaves(model), before, strict=True))
         lowered = adapter.autocast(loss, F16, rules=found.rules)
         products = str(jax.make_jaxpr(lowered)(model, x)).count("preferred_element_type=float16")
-    assert products == 3  # both layers, and the block that is no culprit
+    assert products == 1  # that of the layer that is no culprit
 
 
 class EquinoxTop(eqx.Module):
@@ -404,11 +367,11 @@ def test_culprits_that_make_everything_infinite_are_found_in_few_trials(culprits
     assert len(asked) <= 2 + 2 * 3 * len(culprits)  # 8 scopes are split three times
 
 
-def test_errors_that_are_too_large_together_alone_take_the_worst_out_and_no_more():
+def test_errors_that_are_too_large_only_together_take_the_worst_out_and_no_more():
     sizes = [1.0, 3.0, 2.0, 5.0, 4.0]
     together = lambda low: (sum(sizes[i] for i in low), 0.0)
     assert search(range(5), together, 6.0).kept == {3, 4}
-    # The worst alone is not needed where another does all of the harm in company.
+    # The worst by itself is not needed if another does all of the harm in company.
     alone = [0.9, 0.8, 0.7]
     pair = lambda low: (alone[min(low)] if len(low) == 1 else 9.0 if {1, 2} <= low else 0.5, 0.0)
     assert len(search(range(3), pair, 1.0).kept) == 1
@@ -512,16 +475,6 @@ def test_parameters_in_parts_on_a_mesh():
     loss, params, x = network([harmless, overflows])
     found = diagnostics.find_float32(loss, F16)(jax.device_put(params, sharding), x)
     assert paths_of(found) == ["layer_1"]
-
-
-def test_a_loss_that_is_nan_in_float32_is_refused():
-    loss, params, x = network([harmless])
-    for spoilt, words in (
-        (lambda params, x: loss(params, x) * jnp.nan, "the loss and 1 more"),
-        (lambda params, x: loss(params, x) + jnp.sqrt(0 * params[0, 0, 0]), "the gradient of the "),
-    ):
-        with pytest.raises(ValueError, match=words):
-            diagnostics.find_float32(spoilt, F16)(params, x)
 
 
 def test_a_result_is_short_and_its_data_are_json():

@@ -44,21 +44,8 @@ def product(x):
     return x @ x  # planted
 
 
-def mean(x):
-    return jnp.sum(x)  # planted
-
-
-def running_sum(x):
-    return jnp.cumsum(x)  # planted
-
-
 def cast(x):
     return x.astype(F16)  # planted
-
-
-def flushed_epsilon(x):
-    norm = jnp.sqrt(x * x)
-    return x / (norm + 1e-8)  # planted
 
 
 def flushed_probability(x):
@@ -67,10 +54,6 @@ def flushed_probability(x):
 
 def inverse_root(x):
     return lax.rsqrt(x)  # planted
-
-
-def logarithm_of_a_difference(x):
-    return jnp.log(x - 2)  # planted
 
 
 def too_small_a_divisor(x):
@@ -89,11 +72,6 @@ def exponential_under_a_mask(x):
     return weights / weights.sum()
 
 
-def mask_by_product(x):
-    bias = jnp.where(x > 0, -jnp.inf, 0)
-    return bias * (x < 0)  # planted
-
-
 def two_sides_of_a_where(x):
     unread = jnp.log(jnp.zeros_like(x))
     read = jnp.exp(x)  # planted
@@ -102,10 +80,6 @@ def two_sides_of_a_where(x):
 
 def out_of_bounds(x):
     return jnp.take(x, jnp.array([0, 7]))  # planted
-
-
-def not_positive_definite(x):
-    return jnp.linalg.cholesky(jnp.array([[0.0, 1.0], [1.0, 0.0]]) * x)  # planted
 
 
 def constant(x):
@@ -200,15 +174,6 @@ def trap_of_a_root(x):
     return jnp.where(x > 0, jnp.sqrt(x), 0).sum()  # planted
 
 
-def unscaled(x):
-    return 2.0**17 * x.astype(F16).astype(jnp.float32).sum()  # planted
-
-
-def steep_in_half(x):
-    y = x * half(300)  # planted
-    return (y * 300).astype(jnp.float32).sum()
-
-
 @jax.custom_vjp
 def with_a_vjp(x):
     return x
@@ -294,21 +259,6 @@ def nnx_model(head, x):
     return nnx.grad(loss)(head)
 
 
-def test_an_argument_whose_infinity_a_product_reads_is_named_with_its_path():
-    loss = lambda w, batch: jnp.sum(jnp.tanh(batch["x"].astype(jnp.float16) @ w))
-    batch = {"x": jnp.ones((2, 4)).at[0].set(jnp.inf)}
-    w = jnp.array([[1.0, 0.0]] * 4, jnp.float16)
-    found = find_nonfinite(jax.grad(loss))(w, batch)
-    assert str(found).startswith("argument args[1]['x'] holds an infinity")
-    assert "came in like this" in found.cure
-
-
-def test_an_operation_that_makes_a_nan_of_given_infinities_says_which_argument_held_them():
-    found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
-    assert found.operation == "sub"
-    assert "came in with args[0]. If they are data, look there" in found.cure
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What is called with what, and what must be found."""
@@ -333,21 +283,17 @@ CASES = [
     Case(exponential, (jnp.array([89.0]),), "exp", "above 88.7", dtype="float32", name="exp f32"),
     Case(square, (half(300),), "square", "as jmp.autocast of the float32 function does"),
     Case(product, (half(300, 300),), "dot_general", "sum of products went beyond 65504"),
-    Case(mean, (half(6e4, 6e4),), "convert_element_type", "dtype=jnp.float32"),
-    Case(running_sum, (half(6e4, 6e4),), "cumsum", "The result went beyond 65504"),
-    Case(cast, (jnp.array([7e4]),), "convert_element_type", "beyond 65504, float16's largest"),
-    Case(flushed_epsilon, (half(1, 0),), "div", "an epsilon of 1e-8 is zero", "NaN"),
+    Case(cast, (jnp.array([7e4]),), "convert_element_type",
+         "beyond 65504, float16's largest. Make them smaller before the cast, or leave them"),
     Case(flushed_probability, (half(-20),), "log", "The logarithm of zero. float16's smallest"),
     Case(inverse_root, (half(0),), "rsqrt", "It divides by zero"),
-    Case(inverse_root, (-half(1),), "rsqrt", "outside of its domain", "NaN", name="rsqrt(-1)"),
-    Case(logarithm_of_a_difference, (half(1),), "log", "Rounding may carry", "NaN"),
+    Case(inverse_root, (-half(1),), "rsqrt", "outside of its domain, an index out of bounds", "NaN",
+         name="rsqrt(-1)"),
     Case(too_small_a_divisor, (half(6e-8),), "div", "divides by as little as 6e-08"),
     Case(masked_throughout, (ONES,), "sub", "masked throughout", "NaN", dtype="float32"),
     Case(exponential_under_a_mask, (half(1, 12),), "exp", "exp overflows"),
-    Case(mask_by_product, (jnp.ones(2),), "mul", "0 * inf", "NaN", dtype="float32"),
     Case(two_sides_of_a_where, (half(12),), "exp", "exp overflows"),
     Case(out_of_bounds, (jnp.ones(3),), "gather", "out of bounds", "NaN", dtype="float32"),
-    Case(not_positive_definite, (1.0,), "cholesky", "positive definite", "NaN", dtype="float32"),
     Case(constant, (jnp.array([-1.0]),), "constant", "written in the program", "NaN",
          dtype="float32"),
     Case(lambda x: x * 1e38 * 1e38, (jnp.bfloat16(1),), "mul", "is not the cause",  # planted
@@ -375,9 +321,6 @@ CASES = [
          "backward", dtype="float32"),
     Case(jax.grad(trap_of_a_root), (jnp.array([1.0, 0.0]),), "div", "derivative of sqrt",
          dtype="float32"),
-    Case(jax.grad(unscaled), (ONES,), "convert_element_type", "lower the scale",
-         direction="backward"),
-    Case(jax.grad(steep_in_half), (half(1),), "mul", "lower the scale", direction="backward"),
     Case(jax.grad(custom_backward), (0.0,), "div", "", direction="backward", dtype="float32",
          name="custom_vjp"),
     Case(lambda x: jax.jvp(with_a_jvp, (x,), (1.0,)), (jnp.zeros(()),), "div", "", dtype="float32",
@@ -476,19 +419,19 @@ def test_a_finite_result_is_nobodys_fault(function, x):
     assert find_nonfinite(function)(x) is None
 
 
-def test_of_several_the_first_one_that_reaches_a_result_is_named():
-    def several(x):
-        unused = jnp.log(x)  # reaches nothing
-        second = jnp.exp(x + 100)
-        return second * 2, x / x, jnp.where(x > 0, unused, 0)
-
-    found = find_nonfinite(several)(jnp.zeros(2))
-    assert (found.operation, found.became) == ("exp", "infinity")
+def several(x):
+    unused = jnp.log(x)  # reaches nothing
+    second = jnp.exp(x + 100)
+    return second * 2, x / x, jnp.where(x > 0, unused, 0)
 
 
-def test_the_first_in_the_order_of_execution_counts_not_the_first_result():
-    found = find_nonfinite(lambda x: (lax.rsqrt(x), jnp.log(x))[::-1])(jnp.zeros(2))
-    assert found.operation == "rsqrt"
+def in_another_order(x):
+    return (lax.rsqrt(x), jnp.log(x))[::-1]
+
+
+@pytest.mark.parametrize(("fun", "operation"), [(several, "exp"), (in_another_order, "rsqrt")])
+def test_of_several_that_reach_a_result_the_first_to_run_is_named(fun, operation):
+    assert find_nonfinite(fun)(jnp.zeros(2)).operation == operation
 
 
 def test_arguments_are_named_by_their_path():
@@ -507,7 +450,7 @@ def test_arguments_are_named_by_their_path():
     assert find({"w": ones}, (ones,), scale=bad[0]).operation == "argument kwargs['scale']"
 
 
-def test_an_argument_that_holds_an_infinity_is_named_if_nobody_else_is_to_blame():
+def test_an_infinity_that_was_given_is_named_if_nobody_else_is_to_blame():
     mask = jnp.array([0.0, -jnp.inf])
     found = find_nonfinite(lambda x: x + mask)(jnp.ones(2))
     assert (found.operation, found.became) == ("constant", "infinity")
@@ -515,6 +458,16 @@ def test_an_argument_that_holds_an_infinity_is_named_if_nobody_else_is_to_blame(
     assert (found.operation, found.became) == ("argument args[1]", "infinity")
     found = find_nonfinite(lambda x, mask: jnp.exp(x + mask))(jnp.array([89.0, 0]), mask)
     assert found.operation == "exp"
+    # Who makes a NaN of it says which argument held it.
+    found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
+    assert found.operation == "sub"
+    assert "came in with args[0]. If they are data, look there" in found.cure
+    # So is one that a product reads.
+    loss = lambda w, batch: jnp.sum(jnp.tanh(batch["x"].astype(jnp.float16) @ w))
+    batch = {"x": jnp.ones((2, 4)).at[0].set(jnp.inf)}
+    found = find_nonfinite(jax.grad(loss))(jnp.array([[1.0, 0.0]] * 4, jnp.float16), batch)
+    assert str(found).startswith("argument args[1]['x'] holds an infinity")
+    assert "came in like this" in found.cure
 
 
 def test_a_loop_whose_operations_stay_finite_one_by_one_is_reported_as_a_whole():
@@ -533,14 +486,6 @@ def test_a_loop_whose_operations_stay_finite_one_by_one_is_reported_as_a_whole()
     found = find_nonfinite(function)(jnp.zeros(()))
     assert (found.operation, found.inside) == ("scan", ("scan, iteration 0",))
     assert "reported as a whole" in found.cure
-
-
-def test_ranges_of_the_operands():
-    found = find_nonfinite(lambda x, y: x / y)(half(0, 3, 6e4), half(1, 2, 6e-8))
-    first, second = found.operands
-    assert (first.dtype, first.shape, first.zeros, first.nonfinite) == ("float16", (3,), 1, 0)
-    assert (first.smallest, first.largest) == (3.0, 60000.0)
-    assert (second.smallest, second.largest, second.zeros) == (2.0**-24, 2.0, 0)
 
 
 def test_in_float64():
@@ -638,11 +583,13 @@ def test_the_cure_under_autocast_cures():
     assert find(rules=[("head*", "float32")])(300 * ONES) is None
 
 
-def test_on_an_accelerator_what_is_finite_is_not_fetched(monkeypatch):
-    monkeypatch.setattr(_interpreter, "_is_on_an_accelerator", lambda array: True)
+@pytest.mark.parametrize("accelerator", [False, True])  # where what is finite is not fetched
+def test_ranges_of_the_operands(monkeypatch, accelerator):
+    monkeypatch.setattr(_interpreter, "_is_on_an_accelerator", lambda array: accelerator)
     found = find_nonfinite(lambda x, y: x / y)(half(0, 3, 6e4, 1), half(1, 2, 6e-8, 0))
     first, second = found.operands
-    assert (first.smallest, first.largest, first.zeros, first.nonfinite) == (1.0, 6e4, 1, 0)
+    assert (first.dtype, first.shape, first.zeros, first.nonfinite) == ("float16", (4,), 1, 0)
+    assert (first.smallest, first.largest) == (1.0, 6e4)
     assert (second.smallest, second.largest, second.zeros) == (2.0**-24, 2.0, 1)
     assert find_nonfinite(lambda x: x * jnp.nan)(jnp.ones(2)).became == "NaN"
     assert find_nonfinite(safe_logarithm)(jnp.zeros(2)) is None
@@ -751,10 +698,6 @@ def in_a_remat(x):
     return jax.checkpoint(divided_away)(x)
 
 
-def in_a_gradient(x):
-    return jax.grad(lambda x: jnp.sum(divided_away(x)).astype(jnp.float32))(x)
-
-
 @pytest.mark.parametrize(
     ("fun", "end"),
     [
@@ -774,8 +717,6 @@ def test_an_infinity_that_vanishes_is_named_where_it_is_asked_for(fun, end):
 
 
 def test_what_reaches_a_result_comes_first_and_vanishes_nowhere():
-    found = find_nonfinite(in_a_gradient, vanished=True)(LARGE)
-    assert found is None or found.operation in ("square", "mul", "div")
     both = lambda x: divided_away(x) + jnp.exp(x)
     found = find_nonfinite(both, vanished=True)(LARGE)
     assert (found.operation, found.vanished) == ("exp", "")

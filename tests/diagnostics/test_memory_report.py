@@ -261,12 +261,6 @@ def test_what_stands_in_jit_remat_branches_and_custom_rules_is_followed():
     assert row.source.endswith(line(with_custom_vjp, -5))
 
 
-def test_linen_modules_are_named():
-    function, args, has_aux = linen_cnn()
-    found = report(function, *args, has_aux=has_aux, policy=F16)
-    assert {"CNN/BatchNorm_0", "CNN/Conv_0", "CNN/Dense_0"} <= found.residual_bytes_by_module.keys()
-
-
 def test_options_of_autocast_hold_and_need_a_policy():
     half = report(mlp, MLP, X, policy=F16).activation_bytes
     wide = report(mlp, MLP, X, policy=F16, rules=[("layer", "float32")]).activation_bytes
@@ -394,13 +388,9 @@ def test_xla_figures_stand_beside_what_was_counted():
     without = report(mlp, *args)
     assert (without.xla_temp_bytes, without.xla_peak_bytes) == (None, None)
     assert without.residuals == found.residuals
-
-
-def test_results_need_be_no_scalars_to_be_compiled():
-    def function(w, x):
-        return {"y": jnp.tanh(x @ w), "rows": jnp.arange(3)}, "words"
-
-    found = memory_report(function, has_aux=True)(W, X)
+    # Results need be no scalars to be compiled.
+    several = lambda w, x: ({"y": jnp.tanh(x @ w), "rows": jnp.arange(3)}, "words")
+    found = memory_report(several, has_aux=True)(W, X)
     assert found.xla_peak_bytes > found.xla_temp_bytes >= 0
 
 
@@ -424,7 +414,7 @@ def test_nothing_is_run_and_bytes_are_exact_beyond_any_memory():
     found = report(lambda w, x: jnp.sum(jnp.sin(w) * x[None]), w, x, optimizer=optax.adam(1e-3))
     assert found.parameters == 10**14
     assert found.optimizer_bytes["float32"] == 8 * 10**14
-    assert found.copy_bytes["float32"] >= 4 * 10**14  # computed of parameters alone
+    assert found.copy_bytes["float32"] >= 4 * 10**14  # computed only from parameters
     assert "4e+14" not in str(found) and "400 TB" in str(found)
 
 
@@ -442,22 +432,15 @@ def test_what_jax_cannot_differentiate_has_jaxs_own_error():
 # How it is shown.
 
 
-def two_reports():
-    return {policy: report(mlp, MLP, X, policy=policy) for policy in ("float32", F16)}
-
-
 def test_printed():
-    args = jnp.ones((8, 8)), jnp.ones((4, 8))
-    text = str(memory_report(blocks(True), optimizer=optax.adam(1e-3))(*args))
+    text = str(memory_report(blocks(True), optimizer=optax.adam(1e-3))(W, X))
     assert "XLA: peak of value and gradient" in text
     assert "test_memory_report.py" in text  # no module there
     assert "copies of parameters" not in text  # what there is none of is left out
-
-
-def test_two_policies_in_one_table():
-    text = compare_memory(two_reports())
+    reports = {policy: report(mlp, MLP, X, policy=policy) for policy in ("float32", F16)}
+    text = compare_memory(reports)
     assert "float32" in text and F16 in text
-    totals = (size(found.total_bytes) for found in two_reports().values())
+    totals = (size(found.total_bytes) for found in reports.values())
     assert re.search(" total +{} +{}".format(*totals), text)
 
 

@@ -35,28 +35,18 @@ def report(function=loss, *args, **options):
     return diagnostics.precision_report(function, F16, **options)(*(args or (W, X)))
 
 
-def test_a_row_for_each_product_reduction_and_exponential():
+def test_a_row_for_each_product_reduction_and_exponential_names_the_users_line():
     rows = report().rows
-    assert [(row.kind, row.operation, row.module) for row in rows] == [
-        ("product", "dot_general", "block"),
-        ("product", "dot_general", ""),
-        ("exponential", "exp", ""),
-        ("reduction", "reduce_sum", ""),
+    assert [(row.kind, row.operation, row.module, row.dtype_in) for row in rows] == [
+        ("product", "dot_general", "block", "float16"),
+        ("product", "dot_general", "", "float16"),
+        ("exponential", "exp", "", "float32"),
+        ("reduction", "reduce_sum", "", "float32"),
     ]
-    assert [(row.dtype_in, row.dtype_out) for row in rows] == [
-        ("float16", "float16"),
-        ("float16", "float16"),
-        ("float32", "float32"),
-        ("float32", "float32"),
-    ]
-    assert all(row.why for row in rows)
-
-
-def test_rows_name_the_users_line():
+    assert all(row.dtype_out == row.dtype_in and row.why for row in rows)
     first = loss.__code__.co_firstlineno
-    sources = [row.source for row in report().rows]
-    assert sources[0].endswith(f"test_precision_report.py:{first + 2}")
-    assert sources[1].endswith(f"test_precision_report.py:{first + 3}")
+    assert rows[0].source.endswith(f"test_precision_report.py:{first + 2}")
+    assert rows[1].source.endswith(f"test_precision_report.py:{first + 3}")
 
 
 def masked(q, k):
@@ -159,24 +149,6 @@ def test_an_inner_product_is_a_reduction():
     )(W, X)
 
 
-def test_the_turns_of_a_scan_count():
-    def function(w, x):
-        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=5)[0]
-
-    (row,) = report(function).rows
-    assert (row.times, row.flops) == (5, 5 * 2 * 4 * 8 * 8)
-
-
-def test_shares_and_the_region_that_was_asked_for():
-    def function(w, x):
-        return jmp.full_precision(lambda y: y @ w)(x @ w)
-
-    found = report(function)
-    assert found.half_flops_share == 0.5
-    assert found.rows[1].why == "the user asked for float32 here"
-    assert report(lambda w, x: x.sum()).half_flops_share is None
-
-
 def test_casts_by_place():
     found = report().casts
     assert {(before, after) for before, after, _, _ in found} == {
@@ -240,7 +212,7 @@ def shape(*sizes):
 
 
 def sizes_hazards(function, *shapes, **options):
-    return diagnostics.precision_report(function, F16, **options)(*shapes).hazards
+    return report(function, *shapes, **options).hazards
 
 
 def test_sizes_that_are_no_multiples_of_8_are_named_with_their_share():
@@ -333,19 +305,25 @@ def test_padding_is_what_a_gpu_does_with_such_sizes(h200):
     assert moved(4095, jnp.float32).kernels == 1
 
 
-def test_products_of_a_region_that_nests_are_reported():
+def test_turns_of_a_scan_and_a_region_that_was_asked_for_count_in_the_share():
     @jmp.full_precision
     def body(w, x):
         return jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=10)[0]
 
     found = report(lambda w, x: body(w, x @ w))
-    assert [(row.dtype_in, row.times) for row in found.rows] == [("float16", 1), ("float32", 10)]
+    product = 2 * 4 * 8 * 8
+    assert [(row.dtype_in, row.times, row.flops) for row in found.rows] == [
+        ("float16", 1, product),
+        ("float32", 10, 10 * product),
+    ]
     assert found.half_flops_share == 1 / 11
+    assert found.rows[1].why == "the user asked for float32 here"
+    assert report(lambda w, x: x.sum()).half_flops_share is None
 
 
 def test_what_was_asked_for_is_no_hazard():
     (sentence,) = report(full=["dot_general"]).hazards
-    assert "multiplies float32 with HIGHEST precision" in sentence  # its price alone
+    assert "multiplies float32 with HIGHEST precision" in sentence  # only its price
     inner = jmp.autocast(loss, "float32")
     found = report(inner)
     assert found.hazards == []
@@ -415,34 +393,47 @@ def row(module, source="model.py:1", **fields):
     return Row("product", "dot_general", module, source, flops=2, **fields)
 
 
-def merged(*rows):
-    return [(row.module, row.times) for row in added_up(rows, with_repeated=True)]
-
-
-def test_modules_that_repeat_make_one_row():
-    layers = [row(f"net2/h/{i}/mlp") for i in range(12)]
-    (found,) = added_up(layers, with_repeated=True)
+REPEATED = {
     # A number that all have stays.
-    assert found == dataclasses.replace(layers[0], module="net2/h/*/mlp", times=12, flops=24)
-    # Another reason, dtype or module is another row; one that stands alone says whose it is.
-    layers[3] = row("net2/h/3/mlp", why="a rule")
-    layers[7] = row("net2/h/7/mlp", dtype_in="float32")
-    assert merged(*layers) == [("net2/h/*/mlp", 10), ("net2/h/3/mlp", 1), ("net2/h/7/mlp", 1)]
-    assert merged(row("conv2d_1"), row("conv2d_2"), row("conv")) == [("conv2d_*", 2), ("conv", 1)]
+    "layers": ([row(f"net2/h/{i}/mlp") for i in range(12)], [("net2/h/*/mlp", 12)]),
+    # Another reason, dtype or module is another row; a single one says whose it is.
+    "others among them": (
+        [
+            *(row(f"net2/h/{i}/mlp") for i in range(3)),
+            row("net2/h/3/mlp", why="a rule"),
+            row("net2/h/4/mlp", dtype_in="float32"),
+        ],
+        [("net2/h/*/mlp", 3), ("net2/h/3/mlp", 1), ("net2/h/4/mlp", 1)],
+    ),
+    "suffixes": (
+        [row("conv2d_1"), row("conv2d_2"), row("conv")],
+        [("conv2d_*", 2), ("conv", 1)],
+    ),
+    "inside others": (
+        [row(f"Block_{i}/Dense_{j}", f"model.py:{j}") for i in range(3) for j in range(2)],
+        [("Block_*/Dense_0", 3), ("Block_*/Dense_1", 3)],
+    ),
+    "inside others at one line": (
+        [row(f"Block_{i}/Dense_{j}") for i in range(3) for j in range(2)],
+        [("Block_*/Dense_*", 6)],
+    ),
+    "two lines of each module": (
+        [row(f"h/{i}", f"model.py:{line}") for i in range(3) for line in (5, 7)],
+        [("h/*", 3), ("h/*", 3)],
+    ),
+    "two lines of no module": (
+        [row("", f"model.py:{line}") for line in (5, 7)],
+        [("", 1), ("", 1)],
+    ),
+    "no rows": ([], []),
+}
 
 
-def test_modules_that_repeat_inside_others():
-    nested = [row(f"Block_{i}/Dense_{j}", f"model.py:{j}") for i in range(3) for j in range(2)]
-    assert merged(*nested) == [("Block_*/Dense_0", 3), ("Block_*/Dense_1", 3)]
-    assert merged(*(row(f"Block_{i}/Dense_{j}") for i in range(3) for j in range(2))) == [
-        ("Block_*/Dense_*", 6)
-    ]
-    # Two lines of one module stay two rows.
-    lines = [row(f"h/{i}", f"model.py:{line}") for i in range(3) for line in (5, 7)]
-    assert merged(*lines) == [("h/*", 3), ("h/*", 3)]
-    without_modules = [row("", f"model.py:{line}") for line in (5, 7)]
-    assert merged(*without_modules) == [("", 1), ("", 1)]
-    assert merged() == []
+@pytest.mark.parametrize(("rows", "expected"), REPEATED.values(), ids=REPEATED.keys())
+def test_modules_that_repeat_make_one_row(rows, expected):
+    found = added_up(rows, with_repeated=True)
+    assert [(row.module, row.times) for row in found] == expected
+    assert all(row.flops == 2 * row.times for row in found)
 
 
 def test_hazards_of_modules_that_repeat_are_printed_once():
@@ -470,7 +461,7 @@ def test_places_are_spelled_from_the_package_or_the_working_directory_on(monkeyp
     assert spelled("/elsewhere/model.py") == "/elsewhere/model.py"
     line = loss.__code__.co_firstlineno + 2
     assert report().rows[0].source == f"{__file__}:{line}"
-    # A program of libraries alone: their line, not one of JAX's machinery.
+    # A program of libraries has their line, not one of JAX's machinery.
     layer = nn.Dense(8)
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
     assert re.fullmatch(

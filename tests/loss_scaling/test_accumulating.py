@@ -129,7 +129,7 @@ def linear(w, x):
 
 @pytest.mark.parametrize("bad", [[], [0], [1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_bad_micro_batch_spoils_the_window_or_itself_alone(bad, weighted):
+def test_a_bad_micro_batch_spoils_the_window_or_only_itself(bad, weighted):
     x = np.arange(8, dtype=np.float32)
     for i in bad:
         x[i + 4] = BAD.get(i, -np.inf)

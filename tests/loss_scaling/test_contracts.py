@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 
 import jmp
 from tests import cases
-from tests.commands import in_full
 
 every_scale = pytest.mark.parametrize("case", cases.LOSS_SCALES, ids=lambda case: case.name)
 every_dynamic_scale = pytest.mark.parametrize(
@@ -53,38 +51,42 @@ def test_every_public_class_has_a_row():
 
 @every_scale
 def test_leaves_are_named_and_have_their_fixed_dtypes(case):
-    leaves = jax.tree_util.tree_leaves_with_path(case.make())
-    assert {leaf_name(path): str(leaf.dtype) for path, leaf in leaves} == case.leaves
-    for _, leaf in leaves:
-        assert isinstance(leaf, jax.Array)
-        assert leaf.shape == ()
-        assert not leaf.weak_type
+    for scale in (case.make(), jax.eval_shape(case.make)):
+        leaves = jax.tree_util.tree_leaves_with_path(scale)
+        assert {leaf_name(path): str(leaf.dtype) for path, leaf in leaves} == case.leaves
+        assert all(leaf.shape == () and not leaf.weak_type for _, leaf in leaves)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(case.make()))
+
+
+IDENTITIES = {
+    "flattened": lambda scale: jax.tree.unflatten(*jax.tree.flatten(scale)[::-1]),
+    "mapped": lambda scale: jax.tree.map(lambda leaf: leaf, scale),
+    "jit": jax.jit(lambda scale: scale),
+    "selected": lambda scale: jmp.select_tree(True, scale, scale.adjust(False)),
+    "not selected": lambda scale: jmp.select_tree(jnp.array(False), scale.adjust(False), scale),
+    "replaced": dataclasses.replace,
+    "copied": copy.copy,
+    "copied deeply": copy.deepcopy,
+    "pickled": lambda scale: pickle.loads(pickle.dumps(scale)),
+}
 
 
 @every_scale
-def test_unflattening_restores_what_was_flattened(case):
-    leaves, structure = jax.tree.flatten(case.make())
-    assert_same(jax.tree.unflatten(structure, leaves), case.make())
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_what_hands_a_scale_on_hands_it_on_whole(case, name):
+    scale = case.make().adjust(False)
+    same = IDENTITIES[name](scale)
+    assert_same(same, scale)
+    assert hash(jax.tree.structure(same)) == hash(jax.tree.structure(scale))
+    assert_same(same.adjust(True), scale.adjust(True))
 
 
 @every_scale
-def test_two_scales_made_alike_have_one_structure(case):
-    assert jax.tree.structure(case.make()) == jax.tree.structure(case.make())
-    assert hash(jax.tree.structure(case.make())) == hash(jax.tree.structure(case.make()))
-
-
-@every_scale
-def test_tree_map_of_the_identity_changes_nothing(case):
-    assert_same(jax.tree.map(lambda leaf: leaf, case.make()), case.make())
-
-
-@every_scale
-@pytest.mark.parametrize("placeholder", [None, "spec", 1.5, object(), jax.P()], ids=type)
-def test_tree_map_to_anything_is_possible(case, placeholder):
-    mapped = jax.tree.map(lambda leaf: placeholder, case.make())
-    assert type(mapped) is type(case.make())
-    for name in case.leaves:
-        assert getattr(mapped, name) is placeholder
+def test_tree_map_to_anything_is_possible(case):
+    for placeholder in (None, "spec", 1.5, object(), jax.P()):
+        mapped = jax.tree.map(lambda leaf, to=placeholder: to, case.make())
+        assert type(mapped) is type(case.make())
+        assert all(getattr(mapped, name) is placeholder for name in case.leaves)
 
 
 @every_scale
@@ -100,23 +102,8 @@ def test_tree_map_to_shardings_places_the_scale(case):
 
 
 @every_scale
-def test_eval_shape_gives_the_dtypes_without_the_values(case):
-    shapes = jax.eval_shape(lambda: case.make())
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    assert {leaf_name(path): str(leaf.dtype) for path, leaf in leaves} == case.leaves
-
-
-@every_scale
 @pytest.mark.parametrize("dtype", cases.CASTABLE)
-def test_casting_a_whole_state_leaves_the_dtypes_of_the_scale(case, dtype):
-    with jax.enable_x64(dtype == "float64"):
-        scale = jmp.cast_floating({"params": jnp.ones(2), "scale": case.make()}, dtype)["scale"]
-    assert {name: str(getattr(scale, name).dtype) for name in case.leaves} == case.leaves
-
-
-@every_scale
-@pytest.mark.parametrize("dtype", cases.CASTABLE)
-def test_casting_a_whole_state_leaves_the_value_of_the_scale(case, dtype):
+def test_casting_a_whole_state_leaves_the_scale(case, dtype):
     # 2**16 is infinite in float16, and 2**-30 is zero there.
     with jax.enable_x64(dtype == "float64"):
         cast = jmp.cast_floating({"params": jnp.ones(2), "scale": case.make()}, dtype)
@@ -135,11 +122,6 @@ def test_a_tree_map_to_other_numbers_leaves_the_dtypes_of_the_scale(case):
 
 
 @every_scale
-def test_jit_returns_the_scale_it_was_given(case):
-    assert_same(jax.jit(lambda scale: scale)(case.make()), case.make())
-
-
-@every_scale
 def test_a_scale_made_inside_jit_comes_out_whole(case):
     scale = jax.jit(lambda: case.make().adjust(True))()
     assert_same(scale, case.make().adjust(True))
@@ -147,41 +129,14 @@ def test_a_scale_made_inside_jit_comes_out_whole(case):
 
 
 @every_scale
-def test_jit_adjusts_as_eager_code_does(case):
-    scale = case.make()
-    step = jax.jit(lambda scale, finite: scale.adjust(finite))
-    for flag in FLAGS:
-        scale = step(scale, flag)
-    assert_same(scale, adjusted(case.make(), FLAGS))
-
-
-@every_scale
 def test_scan_adjusts_as_eager_code_does(case):
-    scale, history = jax.lax.scan(
-        lambda scale, finite: (scale.adjust(finite), scale), case.make(), jnp.array(FLAGS)
+    _, history = jax.lax.scan(
+        lambda scale, finite: (scale.adjust(finite),) * 2, case.make(), jnp.array(FLAGS)
     )
-    assert_same(scale, adjusted(case.make(), FLAGS))
-    for index in range(len(FLAGS)):
-        at_index = jax.tree.map(lambda leaf, index=index: leaf[index], history)
-        assert_same(at_index, adjusted(case.make(), FLAGS[:index]))
-
-
-@every_scale
-def test_while_loop_carries_the_scale(case):
-    _, scale = jax.lax.while_loop(
-        lambda carry: carry[0] < 3,
-        lambda carry: (carry[0] + 1, carry[1].adjust(False)),
-        (0, case.make()),
-    )
-    assert_same(scale, adjusted(case.make(), [False] * 3))
-
-
-@every_scale
-def test_cond_takes_the_scale_on_both_branches(case):
-    scale = jax.jit(
-        lambda scale, flag: jax.lax.cond(flag, lambda s: s.adjust(True), lambda s: s, scale)
-    )(case.make(), False)
-    assert_same(scale, case.make())
+    scale = case.make()
+    for index, flag in enumerate(FLAGS):
+        scale = scale.adjust(flag)
+        assert_same(jax.tree.map(lambda leaf, index=index: leaf[index], history), scale)
 
 
 @every_dynamic_scale
@@ -195,44 +150,23 @@ def test_vmap_adjusts_many_scales_at_once(case):
 
 
 @every_scale
-def test_select_tree_selects_the_scale(case):
-    before, after = case.make(), case.make().adjust(False)
-    assert_same(jmp.select_tree(True, before, after), before)
-    assert_same(jmp.select_tree(jnp.array(False), before, after), after)
-
-
-@every_scale
-def test_many_steps_compile_once(case):
-    traces = []
-
-    @jax.jit
-    def step(scale, finite):
-        traces.append(1)
-        return scale.adjust(finite)
-
+def test_many_steps_under_jit_compile_once_and_adjust_as_eager_code_does(case):
+    step = jax.jit(lambda scale, finite: scale.adjust(finite))
     scale = case.make()
     for flag in FLAGS:
         scale = step(scale, jnp.array(flag))
-    for flag in FLAGS:  # a copy that was rebuilt by the constructor has the same types again
-        scale = step(dataclasses.replace(scale), jnp.array(flag))
-    assert len(traces) == 1
+    assert_same(scale, adjusted(case.make(), FLAGS))
+    # A copy that was rebuilt by the constructor has the same types again.
+    step(dataclasses.replace(scale), jnp.array(True))
     assert step._cache_size() == 1
 
 
 @every_dynamic_scale
-@pytest.mark.parametrize("number", in_full([int, np.float64, float, np.int64, np.int32], first=2))
-def test_a_counter_given_as_any_number_compiles_once(case, number):
+@pytest.mark.parametrize("number", [int, float, np.float64, np.int64, np.int32])
+def test_a_counter_given_as_any_number_has_the_type_of_every_counter(case, number):
     scale = dataclasses.replace(case.make(), counter=number(0))
-    step = jax.jit(lambda scale, finite: scale.adjust(finite))
-    for flag in FLAGS:
-        scale = step(scale, flag)
-    assert step._cache_size() == 1
-    assert_same(scale, adjusted(dataclasses.replace(case.make(), counter=0), FLAGS))
-
-
-@every_scale
-def test_adjusting_keeps_class_and_options(case):
-    assert jax.tree.structure(adjusted(case.make(), FLAGS)) == jax.tree.structure(case.make())
+    assert_same(scale, dataclasses.replace(case.make(), counter=0))
+    assert scale.counter.weak_type == case.make().counter.weak_type
 
 
 @every_scale
@@ -265,32 +199,28 @@ def has_no_scale(case):
     return isinstance(case.make(), jmp.NoOpLossScale)
 
 
-@every_scale
-@pytest.mark.parametrize("dtype", cases.CASTABLE)
-def test_scale_multiplies_every_leaf_in_at_least_float32(case, dtype):
+def check_in_at_least_float32(case, method, dtype, times):
     numbers = np.array([0.0, 1.0, -1.5, 3.0], dtype)
     with jax.enable_x64(dtype == "float64"):
         for leaf in (numbers, jnp.asarray(numbers), numbers.dtype.type(-1.5)):
-            scaled = case.make().scale([leaf])[0]
+            result = getattr(case.make(), method)([leaf])[0]
             if has_no_scale(case):
-                assert scaled is leaf
+                assert result is leaf
                 continue
-            assert scaled.dtype == scaled_dtype(dtype)
-            np.testing.assert_array_equal(scaled, exact(case, leaf))
+            assert result.dtype == scaled_dtype(dtype)
+            np.testing.assert_array_equal(result, exact(case, leaf, times=times))
+
+
+@every_scale
+@pytest.mark.parametrize("dtype", cases.CASTABLE)
+def test_scale_multiplies_every_leaf_in_at_least_float32(case, dtype):
+    check_in_at_least_float32(case, "scale", dtype, times=1)
 
 
 @every_scale
 @pytest.mark.parametrize("dtype", cases.CASTABLE)
 def test_unscale_divides_every_leaf_in_at_least_float32(case, dtype):
-    numbers = np.array([0.0, 1.0, -1.5, 3.0], dtype)
-    with jax.enable_x64(dtype == "float64"):
-        for leaf in (numbers, jnp.asarray(numbers), numbers.dtype.type(-1.5)):
-            unscaled = case.make().unscale([leaf])[0]
-            if has_no_scale(case):
-                assert unscaled is leaf
-                continue
-            assert unscaled.dtype == scaled_dtype(dtype)
-            np.testing.assert_array_equal(unscaled, exact(case, leaf, times=-1))
+    check_in_at_least_float32(case, "unscale", dtype, times=-1)
 
 
 @every_scale
@@ -307,13 +237,13 @@ def test_unscaling_what_was_scaled_is_exact(case, dtype):
 
 
 @every_scale
-def test_a_float64_scalar_stays_float64(case):
-    with jax.enable_x64(True):
-        for leaf in (np.float64(1e200), np.array(1e200), jnp.float64(1e200)):
-            scale = case.make()
-            there_and_back = scale.unscale(scale.scale(leaf))
-            assert there_and_back.dtype == np.float64
-            assert float(there_and_back) == 1e200
+def test_leaves_of_64_bits_a_number_stay_so(case, x64):
+    for leaf in (np.float64(1e200), np.array(1e200), jnp.float64(1e200), jnp.array([1e200 - 1j])):
+        scale = case.make()
+        scaled = scale.scale(leaf)
+        there_and_back = scale.unscale(scaled)
+        assert scaled.dtype == there_and_back.dtype == leaf.dtype
+        np.testing.assert_array_equal(there_and_back, leaf)
 
 
 @every_scale
@@ -360,14 +290,6 @@ def test_complex_leaves_are_scaled_and_stay_complex(case, name):
 
 
 @every_scale
-def test_complex128_stays_complex128(case):
-    with jax.enable_x64(True):
-        leaf, scale = jnp.array([1e200 - 1j]), case.make()
-        assert scale.scale(leaf).dtype == np.complex128
-        np.testing.assert_array_equal(scale.unscale(scale.scale(leaf)), leaf)
-
-
-@every_scale
 @pytest.mark.parametrize("dtype", [*cases.HALF, "float32", "complex64"])
 def test_scaling_needs_no_implicit_promotion(case, dtype, strict_promotion):
     scale, leaf = case.make(), jnp.ones(2, dtype)
@@ -376,12 +298,12 @@ def test_scaling_needs_no_implicit_promotion(case, dtype, strict_promotion):
 
 
 @every_scale
-@pytest.mark.parametrize("name", sorted(cases.ODD_LEAVES.keys() - {"python_int"}))
-def test_leaves_that_are_no_numbers_to_scale_pass_as_they_are(case, name):
-    leaf, scale = cases.ODD_LEAVES[name], case.make()
-    for tree in (scale.scale({"odd": leaf}), scale.unscale({"odd": leaf})):
-        passed = tree["odd"]
-        assert passed is leaf or (passed == leaf and isinstance(leaf, list))
+def test_leaves_that_are_no_numbers_to_scale_pass_as_they_are(case):
+    tree = {name: leaf for name, leaf in cases.ODD_LEAVES.items() if name != "python_int"}
+    for passed in (case.make().scale(tree), case.make().unscale(tree)):
+        leaves = zip(jax.tree.leaves(passed), jax.tree.leaves(tree), strict=True)
+        assert all(left is right for left, right in leaves)
+        assert jax.tree.structure(passed) == jax.tree.structure(tree)
 
 
 @every_scale
@@ -399,12 +321,6 @@ def test_an_empty_tree_is_scaled(case):
         assert case.make().unscale(empty) == empty
 
 
-@every_scale
-def test_the_factor_can_be_read(case):
-    assert float(case.make().loss_scale) > 0
-    assert float(case.make().adjust(True).loss_scale) > 0
-
-
 # Adjusting
 
 
@@ -416,73 +332,37 @@ def test_adjust_takes_a_bool_of_any_kind(case, finite):
         assert_same(case.make().adjust(flag), expected)
 
 
+@every_dynamic_scale
+@pytest.mark.parametrize(
+    ("flag", "error", "words"),
+    [
+        *((number, TypeError, "grads_finite of dtype .*; expected a boolean")
+          for number in (1, 0, 1.0, np.int32(1), jnp.ones((), jnp.int32))),
+        *((vector, ValueError, "expected boolean scalar: one flag for all gradients")
+          for vector in ([True], np.array([True, False]), jnp.ones((1, 1), bool))),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_adjust_refuses_all_but_one_flag(case, flag, error, words):
+    with pytest.raises(error, match=words):
+        case.make().adjust(flag)
+
+
 @every_scale
-def test_adjust_returns_a_new_scale_and_leaves_the_old(case):
+def test_a_scale_is_a_value_that_cannot_be_changed(case):
     scale = case.make()
-    scale.adjust(False), scale.adjust(True)
-    assert_same(scale, case.make())
-
-
-@every_dynamic_scale
-@pytest.mark.parametrize("flag", [1, 0, 1.0, np.int32(1), jnp.ones((), jnp.int32)], ids=repr)
-def test_adjust_refuses_a_number(case, flag):
-    with pytest.raises(TypeError, match="adjust got grads_finite of dtype .*; expected a boolean"):
-        case.make().adjust(flag)
-
-
-@every_dynamic_scale
-@pytest.mark.parametrize("flag", [[True], np.array([True, False]), jnp.ones((1, 1), bool)])
-def test_adjust_refuses_a_vector(case, flag):
-    with pytest.raises(ValueError, match="expected boolean scalar: one flag for all gradients"):
-        case.make().adjust(flag)
-
-
-# Values: equality, copies, immutability
-
-
-@every_scale
-def test_equal_scales_are_equal_and_others_are_not(case):
-    assert case.make() == case.make()
-    assert jax.jit(lambda scale: scale)(case.make()) == case.make()
-    assert case.make() != jmp.StaticLossScale(0.75)
-    assert case.make() != jmp.DynamicLossScale(0.75, min_loss_scale=0.0)
-    assert case.make() != case.make().loss_scale
-
-
-@every_scale
-def test_scales_without_leaves_hash_and_those_with_arrays_do_not(case):
+    assert scale == case.make() == jax.jit(lambda scale: scale)(scale)
+    assert scale != jmp.StaticLossScale(0.75)
+    assert scale != jmp.DynamicLossScale(0.75, min_loss_scale=0.0)
+    assert scale != scale.loss_scale
+    assert repr(scale).startswith(type(scale).__name__)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        scale.loss_scale = 3.0
     if case.leaves:
         with pytest.raises(TypeError, match="unhashable"):
-            hash(case.make())
+            hash(scale)
     else:
-        assert hash(case.make()) == hash(case.make())
-
-
-@every_scale
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda scale: pickle.loads(pickle.dumps(scale))]
-)
-def test_copies_are_equal(case, duplicate):
-    scale = case.make().adjust(False)
-    assert_same(duplicate(scale), scale)
-    assert_same(adjusted(duplicate(scale), FLAGS), adjusted(scale, FLAGS))
-
-
-@every_scale
-def test_replacing_nothing_gives_an_equal_scale(case):
-    scale = case.make().adjust(False)
-    assert_same(dataclasses.replace(scale), scale)
-
-
-@every_scale
-def test_a_scale_cannot_be_changed(case):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        case.make().loss_scale = 3.0
-
-
-@every_scale
-def test_the_representation_names_the_class(case):
-    assert repr(case.make()).startswith(type(case.make()).__name__)
+        assert hash(scale) == hash(case.make())
 
 
 # Bad input
@@ -533,16 +413,14 @@ def test_an_integer_floor_warns():
 
 
 def test_nothing_warns_after_construction():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="Expected floating type"):
         scale = jmp.DynamicLossScale(512, min_loss_scale=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scale = jax.jit(lambda scale: jax.tree.map(lambda leaf: leaf, scale).adjust(True))(scale)
-        scale.unscale(scale.scale(1.0))
+    # From here on a warning is an error.
+    scale = jax.jit(lambda scale: jax.tree.map(lambda leaf: leaf, scale).adjust(True))(scale)
+    assert scale.unscale(scale.scale(1.0)) == 1.0
 
 
-# The static scale alone
+# The static scale
 
 
 @pytest.mark.parametrize("number", [512, 512.0, np.float16(512), np.int64(512), jnp.float32(512)])
@@ -572,12 +450,3 @@ def test_a_static_scale_at_the_bounds_has_a_reciprocal(number):
     scale = jmp.StaticLossScale(number)
     unscaled = float(scale.unscale(jnp.float32(number)))
     assert abs(unscaled - 1) <= np.finfo(np.float32).eps
-
-
-def test_a_no_op_scale_hands_back_the_very_same_tree():
-    tree = {"w": jnp.ones(2, jnp.float16), "loss": 1.5}
-    scale = jmp.NoOpLossScale()
-    assert scale.scale(tree) is tree
-    assert scale.unscale(tree) is tree
-    assert scale.adjust(jnp.array(False)) is scale
-    assert scale.loss_scale == 1.0

@@ -81,19 +81,6 @@ def test_a_restored_scale_goes_on_as_the_saved_one_would(scale):
         assert int(saved.counter) == int(restored.counter)
 
 
-def test_like_brings_back_floor_and_ceiling():
-    like = jmp.DynamicLossScale(8.0, min_loss_scale=4.0, max_loss_scale=2.0**17)
-    restored = jmp.from_torch_state_dict(FRESH_GRAD_SCALER, like=like)
-    assert (restored.min_loss_scale, restored.max_loss_scale) == (4.0, 2.0**17)
-    assert float(restored.loss_scale) == 65536.0
-
-
-def test_without_like_there_is_no_floor():
-    restored = jmp.from_torch_state_dict({**FRESH_GRAD_SCALER, "scale": 2.0**-3})
-    assert float(restored.loss_scale) == 2.0**-3
-    assert float(restored.adjust(False).loss_scale) == 2.0**-4
-
-
 def test_a_disabled_scaler_is_an_empty_dictionary():
     assert jmp.to_torch_state_dict(jmp.NoOpLossScale()) == {}
     assert jmp.from_torch_state_dict({}) == jmp.NoOpLossScale()

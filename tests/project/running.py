@@ -11,6 +11,8 @@ import sys
 import warnings
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from testbed import ROOT
@@ -72,6 +74,42 @@ def run_example_alone(name):
     environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def completed(name, *arguments):
+    """Runs an example that must succeed; returns what it printed."""
+    process = run_example(name, *arguments)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def refusal(name, *arguments):
+    """Returns what an example says as it refuses, before it trains."""
+    process = run_example(name, *arguments)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr and "Training on" not in process.stdout
+    return process.stderr
+
+
+def saved(folder, step):
+    """Returns the arrays of a checkpoint by their paths, and its history without the times."""
+    (kept,) = folder.glob("checkpoints/*/**/training")
+    with ocp.CheckpointManager(kept) as manager:
+        items = {"state": ocp.args.StandardRestore(), "history": ocp.args.JsonRestore()}
+        found = manager.restore(step, args=ocp.args.Composite(**items))
+    leaves = jax.tree.leaves_with_path(found["state"])
+    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return arrays, {name: x for name, x in found["history"].items() if name != "seconds"}
+
+
+def assert_saved_alike(folder, other, step):
+    """Holds two checkpoints and their histories equal, bit by bit."""
+    (got, history), (expected, other_history) = saved(folder, step), saved(other, step)
+    assert history == other_history
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        assert got[name].dtype == array.dtype, name
+        assert got[name].tobytes() == array.tobytes(), name
 
 
 def words_and_numbers(printed):

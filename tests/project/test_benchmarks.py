@@ -16,7 +16,6 @@ import benchmarks.run
 from benchmarks import (
     models,
     programs,
-    recipes,
     targets,
     worker,
     workloads,
@@ -33,7 +32,7 @@ from benchmarks.recipes import RECIPES
 from benchmarks.workloads import UPDATES, rehearsal
 from testbed.machines.gpus import as_if_cudnn
 
-# One of each kind: the others differ in sizes alone.
+# One of each kind: the others differ only in sizes.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")
 WORKLOADS = [workload for workload in rehearsal() if workload.name in KINDS]
 PAIRS = [
@@ -75,7 +74,7 @@ def test_recipes_start_from_the_same_loss():
         if recipe.training and not (recipe.package or recipe.needs_cudnn)
     }
 
-    # The losses alone, of all in one program: most of the time goes into compiling.
+    # One program gives the losses of all: most of the time goes into compiling.
     @jax.jit
     def first_losses(key, batch):
         return {name: made.step(made.init(key), batch)[1] for name, made in trainings.items()}
@@ -221,13 +220,6 @@ MACHINE = dict.fromkeys(
 )
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
-    with pytest.raises(ValueError, match="got the recipe 'hand'; expected one of .*by-hand"):
-        recipes.find("hand")
-    with pytest.raises(ValueError, match="got the workload 'gpt3'; expected one of gpt2"):
-        workloads.find("gpt3", rehearse=False)
-
-
 @pytest.mark.full
 def test_a_rehearsal_writes_what_the_report_reads(tmp_path):
     old = {"machine": {"device": "another"}, "workloads": {"gpt2": {"recipes": {}}}}
@@ -256,14 +248,25 @@ class InThisProcess:
         return getattr(worker.Worker("by-hand"), do)(**options)
 
 
-def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, monkeypatch):
-    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
+@pytest.fixture
+def results_of(tmp_path, monkeypatch):
+    """Returns what runs a suite in this process and reads the file that it has written."""
+    workers = lambda names, *_: contextlib.nullcontext({name: InThisProcess() for name in names})
     monkeypatch.setattr(benchmarks.run, "workers", workers)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # threads of one process: one at a time
-    options = ["--suite=wire", "--rehearse", f"--output-dir={tmp_path}", "--only", "fsdp"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--recipes", "by-hand", "autocast"])
-    benchmarks.run.main()
-    results = json.loads((tmp_path / "wire_rehearsal.json").read_text())
+
+    def run(suite, only, *options):
+        command = [f"--suite={suite}", f"--output-dir={tmp_path}", "--only", only, *options]
+        monkeypatch.setattr(sys, "argv", ["run.py", *command])
+        benchmarks.run.main()
+        (file,) = tmp_path.glob("*.json")
+        return json.loads(file.read_text())
+
+    return run
+
+
+def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, results_of):
+    results = results_of("wire", "fsdp", "--rehearse", "--recipes", "by-hand", "autocast")
     assert set(results["workloads"]) == {"fsdp"}
     counted = results["workloads"]["fsdp"]["recipes"]
     assert set(counted) == {"by-hand", "autocast"}
@@ -280,27 +283,23 @@ def test_a_rehearsal_of_the_wire_writes_what_the_report_reads(h200, tmp_path, mo
 
 
 @pytest.mark.full
-def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, tmp_path, monkeypatch):
-    workers = lambda names, *_: contextlib.nullcontext({name: InThisProcess() for name in names})
-    monkeypatch.setattr(benchmarks.run, "workers", workers)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, results_of, monkeypatch):
     monkeypatch.setattr(targets, "tpu_python", lambda: None)
-    options = ["--suite=targets", "--rehearse", f"--output-dir={tmp_path}", "--only", "adam"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *options, "--machines", "l40s", "v5e"])
-    benchmarks.run.main()
-    results = json.loads((tmp_path / "targets_rehearsal.json").read_text())
+    results = results_of("targets", "adam", "--rehearse", "--machines", "l40s", "v5e")
     counted = results["workloads"]["adam"]["recipes"]
     halves, ways = ("float16", "bfloat16"), ("by hand", "ours")
     assert set(counted) == {f"l40s {half} {way}" for half in halves for way in ways}
     ours, by_hand = (counted[f"l40s float16 {way}"] for way in ("ours", "by hand"))
-    # By hand half parameters are written alone, ours are read too; all others are in both.
+    # By hand half parameters are only written, ours are read too; all others are in both.
     assert 1 < ours["bytes_moved"] / by_hand["bytes_moved"] < 1.08
-    (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
-    ratios = [f"{ours[key] / by_hand[key]:.3f}" for key in ("bytes_moved", "kernels")]
-    assert [cell.strip() for cell in row.split("|")[3:5]] == ratios
+
+    def ratios():
+        (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
+        return [cell.strip() for cell in row.split("|")[3:5]]
+
+    assert ratios() == [f"{ours[key] / by_hand[key]:.3f}" for key in ("bytes_moved", "kernels")]
     counted["l40s float16 ours"] = {"error": "does not compile"}
-    (row,) = (r for r in FIGURES["targets/update"](results).splitlines() if "L40S" in r)
-    assert [cell.strip() for cell in row.split("|")[3:5]] == ["–", "–"]
+    assert ratios() == ["–", "–"]
 
 
 def test_every_target_is_counted_in_every_way_under_a_name_of_its_own():
@@ -308,28 +307,19 @@ def test_every_target_is_counted_in_every_way_under_a_name_of_its_own():
         names = [job.name for job in row.jobs()]
         assert len(set(names)) == len(names)
         assert targets.find(row.name) is row
-    with pytest.raises(ValueError, match="got the row 'gpt3'; expected one of gpt, "):
-        targets.find("gpt3")
 
 
-def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):
+def test_programs_of_pages_are_counted_row_by_row(results_of, monkeypatch):
     def failing():
         raise RuntimeError("does not compile")
 
     rows = {"one": lambda: {"kernels": 3}, "two": failing}
     monkeypatch.setattr(programs, "GROUPS", (programs.Group("float8", "A table", rows),))
-    workers = lambda names, platform: contextlib.nullcontext({n: InThisProcess() for n in names})
-    monkeypatch.setattr(benchmarks.run, "workers", workers)
-    arguments = ["run.py", "--suite=programs", f"--output-dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "float8"])
-    with pytest.raises(RuntimeError, match="does not compile"):  # a worker of its own answers it
-        benchmarks.run.main()
+    with pytest.raises(RuntimeError, match="does not compile"):  # workers hand it on as words
+        results_of("programs", "float8")
     del rows["two"]
-    benchmarks.run.main()
-    found = json.loads((tmp_path / "programs.json").read_text())["workloads"]
+    found = results_of("programs", "float8")["workloads"]
     assert found == {"float8": {"title": "A table", "recipes": {"one": {"kernels": 3}}}}
-    with pytest.raises(ValueError, match="got the group 'float16'; expected one of float8"):
-        programs.find("float16")
 
 
 @pytest.mark.parametrize(
@@ -342,7 +332,7 @@ def test_programs_of_pages_are_counted_row_by_row(tmp_path, monkeypatch):
         (["--suite=cpu", "--only", "fsdp"], "expected one of gpt2, "),
     ],
 )
-def test_mistakes_are_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
+def test_a_suite_that_makes_no_sense_is_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments, f"--output-dir={tmp_path}"])
     with pytest.raises(SystemExit) as exit:
         benchmarks.run.main()

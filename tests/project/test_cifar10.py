@@ -1,6 +1,5 @@
 """The CIFAR-10 example, end to end on small files in the standard format."""
 
-import importlib
 import json
 import os
 import pickle
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 from flax import serialization
 
-from testbed import ROOT
 from testbed.example_data import FILES, write_images
-from tests.project.running import run_example
+from tests.project.running import completed, imported_example, refusal
 
 pytestmark = pytest.mark.full
 
@@ -26,12 +24,9 @@ def data(tmp_path_factory):
 
 def train(data, output, *arguments):
     """Returns what the example printed, and its report if it wrote one."""
-    finished = run_example(
-        "cifar10", f"--data-dir={data}", f"--output-dir={output}", *TINY, *arguments
-    )
-    assert finished.returncode == 0, finished.stderr
-    report = output / "cifar10.json"
-    return finished.stdout, json.loads(report.read_text()) if report.exists() else None
+    options = [f"--data-dir={data}", f"--output-dir={output}", *TINY, *arguments]
+    printed, report = completed("cifar10", *options), output / "cifar10.json"
+    return printed, json.loads(report.read_text()) if report.exists() else None
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +35,6 @@ def uninterrupted(data, tmp_path_factory):
     return output, *train(data, output, "--epochs=2")
 
 
-def refusal(*arguments):
-    """Returns the error of a run that must end at once, by its one line."""
-    refused = run_example("cifar10", *arguments)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "Training on" not in refused.stdout
-    return refused.stderr[refused.stderr.index("cifar10.py: error: ") :]
-
-
-@pytest.mark.full
 def test_it_writes_its_table_its_numbers_its_models_and_its_picture(uninterrupted):
     output, printed, report = uninterrupted
     assert "Training on cpu" in printed and "ResNet-18 on CIFAR-10" in printed
@@ -88,7 +74,6 @@ def test_the_exported_model_is_half_but_for_its_norms_and_the_checkpoint_float32
     assert [path.name for path in (folder / "training").iterdir() if path.is_dir()] == ["2"]
 
 
-@pytest.mark.full
 def test_a_resumed_training_ends_bit_for_bit_where_an_uninterrupted_one_ends(
     data, uninterrupted, tmp_path
 ):
@@ -105,7 +90,6 @@ def test_a_resumed_training_ends_bit_for_bit_where_an_uninterrupted_one_ends(
     assert (tmp_path / model).read_bytes() == (output / model).read_bytes()
 
 
-@pytest.mark.full
 def test_two_devices_learn_what_one_learns(data, uninterrupted, tmp_path):
     _, report = train(data, tmp_path, "--epochs=2", "--precision=float32", "--devices=2")
     (run,), expected = report["runs"], uninterrupted[2]["runs"][0]
@@ -115,9 +99,9 @@ def test_two_devices_learn_what_one_learns(data, uninterrupted, tmp_path):
 
 def test_a_training_is_neither_mixed_with_another_nor_overwritten(data, uninterrupted):
     there = [f"--data-dir={data}", f"--output-dir={uninterrupted[0]}", *TINY, "--epochs=2"]
-    error = refusal(*there, "--resume", "--width=8", "--batch-size=16")
+    error = refusal("cifar10", *there, "--resume", "--width=8", "--batch-size=16")
     assert "got {'width': 8, 'batch_size': [16]}; expected {'width': 4, 'batch_size': [8]}" in error
-    error = refusal(*there)
+    error = refusal("cifar10", *there)
     assert "holds a training; expected none, or --resume" in error
 
 
@@ -128,7 +112,7 @@ def test_missing_data_is_named_with_the_way_to_get_it(data, tmp_path):
         ((), "--data-dir is missing"),
         ((f"--data-dir={tmp_path}",), f"{tmp_path} lacks ['data_batch_1']"),
     ):
-        error = refusal(*arguments)
+        error = refusal("cifar10", *arguments)
         assert came in error and all(name in error for name in FILES)
         assert "https://www.cs.toronto.edu/~kriz/cifar.html" in error
         assert "nothing is downloaded" in error
@@ -136,17 +120,17 @@ def test_missing_data_is_named_with_the_way_to_get_it(data, tmp_path):
 
 def test_a_batch_must_fit_the_devices_and_there_must_be_that_many_devices(data):
     given = (f"--data-dir={data}", *TINY)
-    assert "expected a multiple of --devices 3" in refusal(*given, "--devices=3")
+    assert "expected a multiple of --devices 3" in refusal("cifar10", *given, "--devices=3")
     sees = f"--devices 64: JAX sees {jax.device_count()}; expected at most that"
-    assert sees in refusal(*given, "--devices=64")
-    assert "at most 80, the images to train on" in refusal(*given, "--batch-size=96")
+    assert sees in refusal("cifar10", *given, "--devices=64")
+    assert "at most 80, the images to train on" in refusal("cifar10", *given, "--batch-size=96")
 
 
 @pytest.fixture
-def load_data(monkeypatch):
+def load_data():
     """The example's loader, in this process."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("_cifar10_files").load_data
+    with imported_example("_cifar10_files") as module:
+        yield module.load_data
 
 
 class Attack:

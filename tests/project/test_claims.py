@@ -50,12 +50,3 @@ def test_a_claim_stands_on_its_page_and_its_evidence_exists(page, sentence, evid
     assert plain(sentence) in plain(path.read_text()), f"{page} does not say: {plain(sentence)}"
     for each in re.findall(r"`([^`]+)`", evidence):
         assert why_missing(each) is None
-
-
-def test_missing_evidence_is_found():
-    assert why_missing("tests/project/test_claims.py::test_missing_evidence_is_found") is None
-    assert why_missing("results/soak.json:kills.bit_equal") is None
-    assert "does not exist" in why_missing("results/none.json:kills")
-    assert "no test" in why_missing("tests/project/test_claims.py::test_none")
-    assert "no key 'none'" in why_missing("results/soak.json:kills.none")
-    assert plain("a **b** [c\nd](e.md) <!-- from x/y -->1<!-- end -->") == "a b c d 1"

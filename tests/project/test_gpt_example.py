@@ -8,7 +8,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -17,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jmp import diagnostics, transforms
 from testbed.example_data import write_text
 from testbed.machines.wire import wire
-from tests.project.running import imported_example, run_example
+from tests.project.running import (
+    assert_saved_alike,
+    completed,
+    imported_example,
+    refusal,
+    saved,
+)
 
 pytestmark = pytest.mark.full
 
@@ -45,26 +50,7 @@ def gpt():
 def finished(text, tmp_path_factory):
     """One training without an interruption: what it printed, and the folder it wrote into."""
     folder = tmp_path_factory.mktemp("finished")
-    process = run_example("gpt", *ACCUMULATING, *text, f"--output-dir={folder}")
-    assert process.returncode == 0, process.stderr
-    return process.stdout, folder
-
-
-def history_of(folder):
-    """What was measured, but for what the clock said."""
-    return {
-        name: values
-        for name, values in json.loads((folder / "gpt.json").read_text())["history"].items()
-        if name != "seconds"
-    }
-
-
-def arrays_of(folder, step=6):
-    """Every array in a checkpoint, by its path."""
-    with ocp.CheckpointManager(folder / "checkpoints" / "gpt" / "training") as manager:
-        items = ocp.args.Composite(state=ocp.args.StandardRestore())
-        leaves = jax.tree_util.tree_leaves_with_path(manager.restore(step, args=items)["state"])
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return completed("gpt", *ACCUMULATING, *text, f"--output-dir={folder}"), folder
 
 
 def test_it_writes_its_table_its_sample_its_numbers_and_its_picture(finished):
@@ -88,27 +74,12 @@ def test_a_resumed_training_ends_bit_by_bit_where_an_uninterrupted_one_ends(
     finished, text, tmp_path
 ):
     options = [*ACCUMULATING, *text, f"--output-dir={tmp_path}"]
-    stopped = run_example("gpt", *options, "--stop-after=5")  # between two checkpoints
-    assert stopped.returncode == 0, stopped.stderr
-    assert "Stopped after step 5 of 6" in stopped.stdout
+    printed = completed("gpt", *options, "--stop-after=5")  # between two checkpoints
+    assert "Stopped after step 5 of 6" in printed
     assert not (tmp_path / "gpt.json").exists()
-    resumed = run_example("gpt", *options, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-
-    assert history_of(tmp_path) == history_of(finished[1])
-    expected, got = arrays_of(finished[1]), arrays_of(tmp_path)
-    assert len(expected) > 3 * 16  # parameters, two moments, the loss scale
-    assert set(got) == set(expected)
-    for name, array in expected.items():
-        assert got[name].dtype == array.dtype, name
-        assert got[name].tobytes() == array.tobytes(), name
-
-
-def refusal(*options):
-    """Returns what the example says as it refuses."""
-    refused = run_example("gpt", *options)
-    assert refused.returncode == 2
-    return refused.stderr
+    completed("gpt", *options, "--resume")
+    assert_saved_alike(tmp_path, finished[1], step=6)
+    assert len(saved(tmp_path, 6)[0]) > 3 * 16  # parameters, two moments, the loss scale
 
 
 def test_resuming_another_training_is_refused_before_anything_is_written(finished, text):
@@ -116,7 +87,7 @@ def test_resuming_another_training_is_refused_before_anything_is_written(finishe
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
     def refused(*options):
-        return refusal(*ACCUMULATING, *text, f"--output-dir={folder}", *options)
+        return refusal("gpt", *ACCUMULATING, *text, f"--output-dir={folder}", *options)
 
     message = refused("--resume", "--width=32")
     assert "got {'width': 32}; expected {'width': 16}" in message
@@ -127,36 +98,46 @@ def test_resuming_another_training_is_refused_before_anything_is_written(finishe
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_mistakes_are_told_with_a_way_out(text, tmp_path):
-    def refused(*options):
-        return refusal(f"--output-dir={tmp_path / 'out'}", *options)
+THREE = ("--processes=3", "--coordinator=localhost:9876")
+MISTAKES = [
+    (["--width=16", "--heads=3"], ["does not divide --width 16; expected one of 1, 2, 4, 8, 16"]),
+    (["--data-dir={tmp}/none"], ["{tmp}/none is no folder"]),
+    (["--data-dir={tmp}"], ["{tmp} holds no files *.txt", "--pattern"]),
+    (
+        ["--length=2000"],
+        ["35574 or more for one batch of 16 x 2001 bytes", "a smaller --batch-size or --length"],
+    ),
+    (["--prompt="], ["--prompt is empty"]),
+    (
+        ["--masters=split"],
+        ["expected --precision bfloat16 or float8, or for float16 --masters full"],
+    ),
+    (["--masters=full", "--precision=float32"], ["expected a --precision other than float32"]),
+    (["--accumulate=0"], ["expected a number above zero"]),
+    (
+        ["--batch-size=12", "--devices=8"],
+        ["12 for 8 devices; expected a multiple of 8", "--batch-size 16, or fewer --devices"],
+    ),
+    (["--devices=9"], ["process 0 has 8; expected as many or fewer"]),
+    ([*THREE, "--process-id=3"], ["expected one of 0 to 2"]),
+    ([*THREE], ["but no --process-id; expected such as --processes 3"]),
+    (
+        ["--processes=3", "--process-id=1"],
+        ["but no --coordinator", "--coordinator localhost:9876"],
+    ),
+    (["--process-id=1"], ["but no --processes"]),
+    (
+        [*THREE, "--process-id=1", "--coordinator=9876"],
+        ["Got --coordinator 9876; expected the address of process 0 as HOST:PORT"],
+    ),
+]
 
-    message = refused(*text, "--width=16", "--heads=3")
-    assert "--heads 3 does not divide --width 16; expected one of 1, 2, 4, 8, 16" in message
-    assert f"{tmp_path / 'none'} is no folder" in refused(f"--data-dir={tmp_path / 'none'}")
-    message = refused(f"--data-dir={tmp_path}")
-    assert f"{tmp_path} holds no files *.py" in message and "--pattern" in message
-    message = refused(*text, "--length=2000")
-    assert "expected 35574 or more for one batch of 16 x 2001 bytes" in message
-    assert "a smaller --batch-size or --length" in message
-    assert "--prompt is empty" in refused(*text, "--prompt=")
-    message = refused(*text, "--masters=split")
-    assert "expected --precision bfloat16 or float8, or for float16 --masters full" in message
-    message = refused(*text, "--masters=full", "--precision=float32")
-    assert "expected a --precision other than float32" in message
-    assert "expected a number above zero" in refused(*text, "--accumulate=0")
-    message = refused(*text, "--batch-size=12", "--devices=8")
-    assert "--batch-size 12 for 8 devices; expected a multiple of 8" in message
-    assert "--batch-size 16, or fewer --devices" in message
-    assert "process 0 has 8; expected as many or fewer" in refused(*text, "--devices=9")
-    three = ("--processes=3", "--coordinator=localhost:9876")
-    assert "expected one of 0 to 2" in refused(*text, *three, "--process-id=3")
-    assert "but no --process-id; expected such as --processes 3" in refused(*text, *three)
-    message = refused(*text, "--processes=3", "--process-id=1")
-    assert "but no --coordinator" in message and "--coordinator localhost:9876" in message
-    assert "but no --processes" in refused(*text, "--process-id=1")
-    message = refused(*text, *three, "--process-id=1", "--coordinator=9876")
-    assert "Got --coordinator 9876; expected the address of process 0 as HOST:PORT" in message
+
+@pytest.mark.parametrize(("options", "sentences"), MISTAKES, ids=lambda words: " ".join(words)[:60])
+def test_a_mistake_is_told_with_a_way_out(text, tmp_path, options, sentences):
+    options = [option.format(tmp=tmp_path) for option in options]
+    message = refusal("gpt", *text, f"--output-dir={tmp_path / 'out'}", *options)
+    assert all(sentence.format(tmp=tmp_path) in message for sentence in sentences)
     assert not (tmp_path / "out").exists()
 
 
@@ -218,16 +199,6 @@ def test_half_parameters_train_as_float32_ones_do(programs, masters, precision):
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-7 * bool(tolerance))
     losses = losses_of(made, load, steps=6)
     assert losses == pytest.approx(losses_of(exact, load, steps=6), rel=1e-2)
-
-
-def test_a_training_without_masters_is_resumed_bit_by_bit(text, tmp_path):
-    options = [*ACCUMULATING, *text, "--masters=stochastic", "--precision=bfloat16"]
-    for folder, more in (("whole", []), ("parts", ["--stop-after=5"]), ("parts", ["--resume"])):
-        process = run_example("gpt", *options, f"--output-dir={tmp_path / folder}", *more)
-        assert process.returncode == 0, process.stderr
-    expected, got = arrays_of(tmp_path / "whole"), arrays_of(tmp_path / "parts")
-    assert set(got) == set(expected)
-    assert all(got[name].tobytes() == array.tobytes() for name, array in expected.items())
 
 
 def test_two_micro_batches_train_as_one_of_both(programs):
@@ -307,20 +278,14 @@ def test_under_fsdp_weights_travel_and_activations_stay(gpt):
 def test_a_checkpoint_of_eight_devices_goes_on_on_four_and_on_one(programs, text, tmp_path):
     options = [*ACCUMULATING, *text, *EIGHT, "--validate-every=9", f"--output-dir={tmp_path}"]
 
-    def history_after(step, *more):
-        process = run_example("gpt", *options, f"--stop-after={step}", *more)
-        assert process.returncode == 0, process.stderr
-        with ocp.CheckpointManager(tmp_path / "checkpoints" / "gpt" / "training") as manager:
-            items = ocp.args.Composite(history=ocp.args.JsonRestore())
-            return manager.restore(step, args=items)["history"]["loss"]
-
     expected = losses_of(*programs(*EIGHT, "--devices=1"), steps=5)
     for step, more in (
         (2, ["--fsdp"]),
         (4, ["--fsdp", "--devices=4", "--resume"]),
         (5, ["--devices=1", "--resume"]),
     ):
-        assert history_after(step, *more) == pytest.approx(expected[:step], rel=1e-5)
+        completed("gpt", *options, f"--stop-after={step}", *more)
+        assert saved(tmp_path, step)[1]["loss"] == pytest.approx(expected[:step], rel=1e-5)
 
 
 def test_only_kernels_decay(gpt, programs):

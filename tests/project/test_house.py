@@ -69,7 +69,7 @@ def module_name(path):
 
 
 def test_no_modules_import_one_another_in_a_cycle():
-    """Imports inside of functions count, and so do those for type checkers alone."""
+    """Imports inside of functions count, and so do imports for type checkers."""
     modules = {module_name(path): path for path in FILES}
     imports = {}
     for name, path in modules.items():

@@ -4,10 +4,7 @@ That wheel and sdist install and run beside Haiku, and that the recipe for conda
 tried by `make package`: `tests/project/package.py`.
 """
 
-import ast
-import importlib.metadata
 import re
-import sys
 import tomllib
 
 import pytest
@@ -68,38 +65,6 @@ def test_a_page_names_only_extras_that_there_are(page):
     named = re.findall(r"(?:\.|jmp)\[([a-z0-9, ]+)\]['\"`]", page.read_text())
     extras = {name.strip() for group in named for name in group.split(",")}
     assert extras <= set(EXTRAS), f"{page.name} names {extras - set(EXTRAS)}"
-
-
-def requirements(extra):
-    """Returns the distributions that an extra installs, those of the extras in it too."""
-    for text in EXTRAS[extra]:
-        name = re.match(r"[\w.-]+", text)[0]
-        if name == "jmp":
-            for inner in re.search(r"\[(.*)\]", text)[1].split(","):
-                yield from requirements(inner)
-        else:
-            yield name
-
-
-def test_the_extra_examples_installs_what_the_examples_import():
-    files = sorted((ROOT / "examples").glob("*.py"))
-    imported = set()
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module.partition(".")[0])
-    installed = {*requirements("examples"), *PROJECT["dependencies"]}
-    installed = {re.match(r"[\w.-]+", text)[0] for text in installed} | {"jaxlib", "jmp"}
-    distributions = importlib.metadata.packages_distributions()
-    local = {path.stem for path in files} | {"examples"}
-    missing = {
-        name
-        for name in imported - set(sys.stdlib_module_names) - local
-        if not set(distributions.get(name, [name])) & installed
-    }
-    assert not missing
 
 
 def test_links_of_a_release_are_absolute_and_those_of_images_lead_to_images():

@@ -32,7 +32,7 @@ PRINTED = dict(
 )
 
 
-# Of these pages alone `make test` runs the programs.
+# `make test` runs only the programs of these pages.
 FIRST_PAGES = ("README", "index", "start")
 OF_FIRST_PAGES = [code for code, title in PROGRAMS.items() if title.split(":")[0] in FIRST_PAGES]
 
@@ -90,16 +90,13 @@ PROGRAMS_OF = {
 
 def named(requirements):
     """Returns the packages of a list of requirements, and those of our own extras among them."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
     packages = set()
     for requirement in requirements:
-        name, listed = re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups()
+        name, listed = re.match(r"([\w.-]+)(?:\[(.*?)\])?", requirement).groups()
         packages.add(name)
         if name == "jmp":
             for extra in filter(None, (listed or "").split(",")):
-                packages |= named(extras[extra])
+                packages |= named(PROJECT["optional-dependencies"][extra])
     return packages
 
 
@@ -117,18 +114,27 @@ def installed_by(page):
     return named([f"jmp{extras}" for extras in lines] + PROJECT["dependencies"])
 
 
+def not_installed(programs, packages):
+    """Returns what programs import and none of the packages installs."""
+    local = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"examples"}
+    distributions = importlib.metadata.packages_distributions()
+    imported = roots_imported(programs) - local
+    return {root for root in imported if not packages & set(distributions.get(root, [root]))}
+
+
 @pytest.mark.parametrize("page", PROGRAMS_OF)
 def test_the_install_of_a_page_has_what_its_programs_import(page):
     programs = [code for path, _, code in code_blocks() if path == ROOT / page]
     programs += [(ROOT / path).read_text() for path in PROGRAMS_OF[page]]
-    packages = importlib.metadata.packages_distributions()
-    local = {path.stem for path in (ROOT / "examples").glob("_*.py")}
-    for root in roots_imported(programs) - local:
-        assert installed_by(page) & set(packages[root]), f"{page} does not install {root}"
+    assert not not_installed(programs, installed_by(page))
 
 
 def test_programs_of_all_pages_need_what_the_first_page_installs():
-    packages = importlib.metadata.packages_distributions()
-    installed = installed_by("docs/start.md")
-    for root in roots_imported(code for _, _, code in code_blocks()):
-        assert installed & set(packages[root]), f"docs/start.md does not install {root}"
+    programs = [code for _, _, code in code_blocks()]
+    assert not not_installed(programs, installed_by("docs/start.md"))
+
+
+def test_the_extra_examples_installs_what_the_examples_import():
+    programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    packages = named(["jmp[examples]", *PROJECT["dependencies"], "jaxlib"])
+    assert not not_installed(programs, packages)

@@ -347,7 +347,7 @@ def first_hits(page, root, queries):
 
 
 def public_names_found():
-    """Returns the addresses of public names by their ends; jmp.x alone, if there is jmp.m.x."""
+    """Returns the addresses of public names by their ends: of jmp.x and jmp.m.x only the first."""
     found = {}
     for page in (DOCS / "reference").glob("*.md"):
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
@@ -358,7 +358,6 @@ def public_names_found():
 
 @pytest.mark.full
 def test_the_search_finds_names_and_words(opened, site):
-    assert len(FOUND) >= 60
     expected = {query: [address] for query, address in (EXPLAINED | FOUND).items()}
     expected = public_names_found() | expected
     hits = first_hits(opened("index.html"), site, expected)

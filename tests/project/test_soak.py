@@ -1,18 +1,15 @@
 """The long checks: how they are run and written down, and that a fault would be seen."""
 
 import json
-import subprocess
-import sys
 import types
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from rich.console import Console
 
 import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
-from benchmarks.soak import faults, float8, kills
+from benchmarks.soak import faults, kills
 from testbed.mistakes import MISTAKES
 from tests.transforms.every_optimizer import TRANSFORMATIONS
 from tests.transforms.orders import (
@@ -57,37 +54,6 @@ def test_a_training_that_ends_elsewhere_in_one_bit_is_a_fault(example, tmp_path)
     assert faults(losses) == ["0: loss"]
 
 
-def test_what_a_kill_leaves_is_told_in_words(tmp_path):
-    checkpoints = kills.checkpoint_folder(GPT, tmp_path)
-    assert kills.left_behind(GPT, tmp_path) == ["no record"]
-    (checkpoints / "training").mkdir(parents=True)
-    (checkpoints / "training.tmp.json").touch()
-    assert "half a record" in kills.left_behind(GPT, tmp_path)
-    (checkpoints / "training.tmp.json").rename(checkpoints / "training.json")
-    (checkpoints / "training" / "4.orbax-checkpoint-tmp").mkdir()
-    left = ["a record without a checkpoint", "half a checkpoint"]
-    assert kills.left_behind(GPT, tmp_path) == left
-    (checkpoints / "training" / "4.orbax-checkpoint-tmp").rename(checkpoints / "training" / "4")
-    assert kills.left_behind(GPT, tmp_path) == []
-
-
-def slow(seconds=60):
-    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
-
-
-def test_a_process_is_killed_at_its_moment_or_has_ended_before(tmp_path):
-    chance = kills.random.Random(0)
-    process = slow()
-    kill = kills.fall(process, "any", chance, 0.01, GPT, tmp_path)
-    assert process.returncode == -kills.signal.SIGKILL
-    assert kill["left"] == ["no record"] and kill["aim"] == "any"
-    assert kills.fall(slow(0), "report", chance, 0.01, GPT, tmp_path) is None
-    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    kills.errors_of(tmp_path).write_text("one\nno training there\n")
-    with pytest.raises(RuntimeError, match="ended with status 3: no training there"):
-        kills.fall(failed, "report", chance, 0.01, GPT, tmp_path)
-
-
 def check_of(passed):
     """A check that needs no time."""
     options = lambda parser: parser.add_argument("--times", type=int, default=3)
@@ -119,19 +85,6 @@ def test_no_kill_left_a_training_that_ends_elsewhere():
     assert found["bit_equal"] == found["trainings"]
 
 
-def test_digits_in_float8_are_compared_with_bfloat16_seed_by_seed(monkeypatch, small_is_float8):
-    monkeypatch.setattr(float8, "WIDTHS", (64, 16, 16, 10))
-    monkeypatch.setattr(float8, "EPOCHS", 2)
-    found = float8.of_digits(range(2), Console(quiet=True))
-    assert found["float8_share"] == 1 - 160 / (64 * 16 + 16 * 16 + 160)  # all but the head
-    half, low = (found["test_accuracy"][name] for name in float8.PRECISIONS)
-    assert found["difference"] == pytest.approx(np.mean(low) - np.mean(half))
-    errors = abs(low[1] - half[1] - (low[0] - half[0])) / 2  # of two differences
-    assert found["standard_error"] == pytest.approx(errors)
-    assert found["passed"] == (abs(found["difference"]) <= 2 * found["standard_error"])
-    json.dumps(found)
-
-
 def test_float8_trained_as_bfloat16_did_wherever_it_could_run():
     found = json.loads((ROOT / "results" / "soak.json").read_text())["float8"]
     gpt, digits = found["gpt"], found["digits"]
@@ -152,12 +105,6 @@ def test_spoilt_steps_are_those_of_numpy_bit_by_bit(scale, storage):
     found = faults.compare(scale, storage, steps=400, seed=1)
     assert found["different"] == []
     assert found["faults"] > 100 and found["skipped"] >= found["faults"]
-
-
-def test_a_step_that_is_not_numpys_is_a_finding(monkeypatch):
-    monkeypatch.setattr(faults.NumpyScale, "update", lambda self, finite: None)
-    found = faults.compare("dynamic", "float32", steps=20, seed=1)["different"]
-    assert any(step.endswith(": scale") for step in found)
 
 
 def test_the_examination_counts_what_the_tests_have():

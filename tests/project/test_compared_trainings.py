@@ -1,4 +1,4 @@
-"""The comparison of small states: what is trained, what is marked, what a file keeps."""
+"""The comparisons of small trainings, with small states and with loss scaling, and their files."""
 
 import json
 
@@ -8,13 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import small_states
+from benchmarks import scaling_cases, small_states
 from jmp import transforms
 from testbed import ROOT
 
 pytestmark = pytest.mark.full
 
-FOUND = json.loads((ROOT / "results" / "small_states.json").read_text())
+SMALL_STATES = json.loads((ROOT / "results" / "small_states.json").read_text())
+SCALING = json.loads((ROOT / "results" / "scaling_cases.json").read_text())
 
 
 def test_some_ways_are_trained_anew_and_the_others_are_kept(monkeypatch, tmp_path):
@@ -55,15 +56,37 @@ def test_each_seed_draws_bits_of_its_own():
     assert jax.tree.structure(apart) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("name", FOUND["digits"]["optimizers"])
+@pytest.mark.parametrize("name", SMALL_STATES["digits"]["optimizers"])
 def test_every_optimizer_trains_as_in_float32_with_masters_however_they_are_stored(name):
-    ways = FOUND["digits"]["optimizers"][name]
+    ways = SMALL_STATES["digits"]["optimizers"][name]
     for way in ("full", "split", "kahan", "stochastic", "split, bfloat16 state"):
         assert not ways[way]["large"], way
 
 
 def test_bytes_are_those_of_the_formats():
-    ways = FOUND["bytes"]["ways"]
+    ways = SMALL_STATES["bytes"]["ways"]
     held = {"full": 14, "split": 12, "kahan": 12, "stochastic": 10, "split, bfloat16 state": 8}
     for way, expected in (held | {"none": 10, "optax": 6}).items():
         assert ways[way]["held"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_case_is_trained_in_each_way_and_the_others_are_kept(tmp_path):
+    output = tmp_path / "found.json"
+    kept = {name: SCALING["cases"][name] for name in SCALING["cases"] if "sigmoid" not in name}
+    output.write_text(json.dumps({"cases": kept}))
+    name = "autoencoder, 8 sigmoid layers"
+    scaling_cases.main([f"--output={output}", "--only", name, "--steps=12", "--seeds=2"])
+    cases = json.loads(output.read_text())["cases"]
+    assert list(cases) == [case for case in scaling_cases.CASES if case in {name, *kept}]
+    assert {case: cases[case] for case in kept} == kept
+    shares = {run: np.mean(cases[name][run]["zero_gradients"]) for run in scaling_cases.RUNS}
+    assert shares["unscaled"] > 0.4
+    assert shares["scaled"] == pytest.approx(shares["float32"], abs=0.01)
+    losses = {run: cases[name][run]["final_losses"] for run in scaling_cases.RUNS}
+    np.testing.assert_allclose(losses["scaled"], losses["float32"], rtol=1e-3)
+
+
+def test_the_file_has_only_cases_of_the_program_and_each_with_all_seeds():
+    assert SCALING["cases"].keys() <= scaling_cases.CASES.keys()
+    for case in SCALING["cases"].values():
+        assert {len(case[run]["final_losses"]) for run in scaling_cases.RUNS} == {SCALING["seeds"]}
