@@ -11,3 +11,8 @@ def relative_error(got, expected):
         for tree in (got, expected)
     )
     return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def largest_error(got, expected):
+    """The largest relative error of any array of a tree."""
+    return max(jax.tree.leaves(jax.tree.map(relative_error, got, expected)))
