@@ -9,9 +9,7 @@ import pytest
 from jax import lax
 
 import jmp
-from jmp import diagnostics
-from jmp.autocasting._propagation import walk
-from tests.products import product_dtypes
+from tests.products import equations_of, product_dtypes
 
 HALVES = ("float16", "bfloat16")
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -160,8 +158,8 @@ def test_small_steps_of_a_while_loop_add_up(half):
 
 
 def dtypes_of_carries(function, *args):
-    jaxpr = jax.make_jaxpr(jmp.autocast(function, "mixed_bfloat16"))(*args).jaxpr
-    (scan,) = (v.equation for v in walk(jaxpr) if v.equation.primitive.name == "scan")
+    found = equations_of(jmp.autocast(function, "mixed_bfloat16"), *args)
+    (scan,) = (e for e in found if e.primitive.name == "scan")
     return [str(v.aval.dtype) for v in scan.outvars]
 
 
@@ -311,22 +309,6 @@ def test_an_integer_loop_around_a_loop_that_runs_to_a_tolerance_is_lowered():
 
     autocast = jmp.autocast(function, "mixed_float16")
     assert product_dtypes(autocast, WEIGHTS[0], BIASES[0]) == {"float16": 1, "float32": 1}
-
-
-def test_the_report_says_why_a_product_in_such_a_loop_is_float32():
-    def why(function, *args):
-        rows = diagnostics.precision_report(function, "mixed_float16")(*args).rows
-        return {row.why for row in rows if row.kind == "product"}
-
-    reason = "in a loop that runs to a tolerance"
-    assert why(fixed_point, WEIGHTS[0], BIASES[0]) == {reason}
-    assert why(jax.vmap(fixed_point), WEIGHTS, BIASES) == {reason}
-    count = lambda w, b: lax.while_loop(
-        lambda s: s[0] < s[1], lambda s: (s[0] + 1, s[1], s[2] @ w), (0, 3 + (b[0] > 0), b)
-    )
-    assert why(jax.vmap(count), WEIGHTS, BIASES) == {
-        "in a loop that vmap gave a condition for each element"
-    }
 
 
 def test_the_user_may_lower_a_loop_that_runs_to_a_tolerance():

@@ -7,10 +7,10 @@ import pytest
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting._propagation import walk
 from jmp.autocasting.rewrites import pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
+from tests.products import equations_of
 
 
 @pytest.mark.full
@@ -66,8 +66,7 @@ def test_sampling_takes_random_bits_as_without_autocast():
 
 def weights_in_loops(function, *args):
     """Returns the dtypes of the matrices that the outermost loop of a program closes over."""
-    closed = jax.make_jaxpr(function)(*args)
-    loop = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == "scan")
+    loop = next(e for e in equations_of(function, *args) if e.primitive.name == "scan")
     constants, _, _ = _jax_compat.Scan.of(loop.params).split(loop.invars)
     matrices = [x.aval for x in constants if x.aval.ndim > 1 and min(x.aval.shape[-2:]) > 2]
     assert matrices
@@ -112,8 +111,7 @@ def test_differentiated_generation_has_float32_weights_and_caches(cache):
 
 
 def count_gathers(function, *args):
-    closed = jax.make_jaxpr(function)(*args)
-    return sum(visit.equation.primitive.name == "gather" for visit in walk(closed.jaxpr))
+    return sum(e.primitive.name == "gather" for e in equations_of(function, *args))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
