@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from tests.commands import in_full
 from tests.products import equations, equations_of, half, ones, product_dtypes
+from tests.saved import printed_residuals
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -332,13 +333,8 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
 def test_names_for_checkpoint_policies_survive():
     jaxpr = str(jax.make_jaxpr(jmp.autocast(recomputed_by_name, F16))(X, W))
     assert "name[name=hidden]" in jaxpr.lower()  # a CheckpointName under jax_remat3
-    kept = "f16[4,8] named 'hidden'"
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    with redirect_stdout(StringIO()) as printed:
-        jax.ad_checkpoint.print_saved_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
-    assert kept in printed.getvalue()
+    kept = printed_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
+    assert "f16[4,8] named 'hidden'" in kept
 
 
 # Effects.
