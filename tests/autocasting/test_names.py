@@ -50,10 +50,11 @@ def block(island, place, x, w):
     return PLACES[place](ISLANDS[island], x @ w) @ w
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("island", ISLANDS)
-def test_a_name_beside_an_island_is_half(island, place, half):
+def test_a_name_beside_an_island_is_half(island, place):
+    turn = list(ISLANDS).index(island) + list(PLACES).index(place)
+    half = ("float16", "bfloat16")[turn % 2]
     lowered = jmp.autocast(lambda x, w: block(island, place, x, w).sum(), f"mixed_{half}")
     marked = [e for e in equations_of(lowered, X, W) if e.primitive.name == "name"]
     assert {str(e.outvars[0].aval.dtype) for e in marked} == {half}
