@@ -390,7 +390,7 @@ def scanned(body, carry, rows=None):
     return lax.scan(body, carry, rows, length=2)
 
 
-TO_A_TOLERANCE = {
+BY_FLOATING_NUMBERS = {
     "condition reads them": lambda n, x: outermost(
         lambda n, x: (n, x / 2), lambda n, x: x[0] > 1, n, x
     ),
@@ -432,7 +432,7 @@ TO_A_TOLERANCE = {
     ),
 }
 
-NOT_TO_A_TOLERANCE = {
+BY_INTEGERS = {
     "a counter": from_floats(lambda n, x: n - 1),
     "a limit": lambda n, x: outermost(
         lambda m, end, x: (m + 1, end, x / 2), lambda m, end, x: m < end, 0, n, x
@@ -457,16 +457,16 @@ NOT_TO_A_TOLERANCE = {
 }
 
 
-@pytest.mark.parametrize("fun", TO_A_TOLERANCE.values(), ids=TO_A_TOLERANCE)
+@pytest.mark.parametrize("fun", BY_FLOATING_NUMBERS.values(), ids=BY_FLOATING_NUMBERS)
 def test_a_loop_whose_turns_depend_on_floating_numbers(fun):
     assert why_float32(fun, 3, X) == {TO_TOLERANCE}
 
 
-@pytest.mark.parametrize("fun", NOT_TO_A_TOLERANCE.values(), ids=NOT_TO_A_TOLERANCE)
+@pytest.mark.parametrize("fun", BY_INTEGERS.values(), ids=BY_INTEGERS)
 def test_a_loop_whose_turns_do_not(fun):
     assert why_float32(fun, 3, X) == {None}
 
 
 def test_a_loop_with_a_condition_for_each_element_is_one_that_vmap_wrote():
-    counts = jax.vmap(NOT_TO_A_TOLERANCE["a limit"])
+    counts = jax.vmap(BY_INTEGERS["a limit"])
     assert why_float32(counts, jnp.arange(3), jnp.ones((3, 4))) == {OF_VMAP}
