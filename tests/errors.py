@@ -1,7 +1,13 @@
 """Errors of numbers that were computed in half precision."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+import jmp
+from tests.products import half_product
 
 
 def relative_error(got, expected):
@@ -11,3 +17,27 @@ def relative_error(got, expected):
         for tree in (got, expected)
     )
     return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def largest_error(got, expected):
+    """The largest relative error of any array of a tree."""
+    return max(jax.tree.leaves(jax.tree.map(relative_error, got, expected)))
+
+
+def errors_beside_half_products(program, half, arguments):
+    """The errors of a program's value and gradient: under autocast, and with half products by hand.
+
+    Args:
+      program: a scalar function of the product to use and of `arguments`.
+      half: a half type.
+      arguments: parameters first, of which the gradient is taken.
+    """
+
+    def gradient_of(function):
+        return jax.jit(jax.value_and_grad(function))(*arguments)
+
+    exact = functools.partial(program, jnp.matmul)
+    autocast = jmp.autocast(exact, jmp.Policy(jnp.float32, half, jnp.float32))
+    by_hand = functools.partial(program, half_product(half))
+    wanted = gradient_of(exact)
+    return tuple(relative_error(gradient_of(function), wanted) for function in (autocast, by_hand))

@@ -1,4 +1,11 @@
-"""What autocast makes of the attentions in a function."""
+"""Attentions of programs, what autocast makes of them, and the transformations they stand under."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._steps import Fused, Nested, Plan, Single
@@ -21,3 +28,94 @@ def attentions(function, *args, policy="mixed_float16", **options):
     fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
     singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
     return fused, [note for step in singles for note in step.notes]
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def scores(q, k, scale=0.25):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
+
+
+def weigh(weights, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def flax_attention(params, x, mask=None):
+    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=mask)
+
+
+def repeated_heads(q, k, v):
+    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
+    causal = np.tril(np.ones((q.shape[1], k.shape[1]), bool))
+    return weigh(jax.nn.softmax(jnp.where(causal[None, None], scores(q, k), -1e9)), v)
+
+
+def one_head_of_keys(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 4)
+    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
+
+
+def with_mask_of_keys(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None])
+
+
+def squares(run):
+    return lambda *args: (run(*args) ** 2).sum()
+
+
+def mesh_of_four():
+    auto = (AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices("cpu")[:4])
+
+
+def sharded(run, check_vma):
+    axes = P("batch", None, "heads")
+    places = {"in_specs": axes, "out_specs": axes, "check_vma": check_vma}
+    return jax.shard_map(run, mesh=mesh_of_four(), **places)
+
+
+def transformed(autocast, attention, arrays, masks, kernels, check_vma):
+    """Fused attentions under JAX's transformations.
+
+    Args:
+      autocast: a function that fuses the attentions of another.
+      attention: a function of queries, keys and values.
+      arrays: queries, keys and values.
+      masks: two masks of keys.
+      kernels: how many a gradient has.
+      check_vma: whether a shard_map checks along which axes values differ.
+
+    Returns: by name a function, its arguments, and how many kernels it has.
+    """
+    q, k, v = arrays
+    stacked = [jnp.stack([x, x]) for x in arrays]
+    fused, gradient = autocast(attention), jax.grad(squares(autocast(attention)))
+    width = q.shape[-1]
+
+    def turns(x):
+        body = lambda carry, w: (carry + attention(carry @ w, carry, carry), None)
+        return (jax.lax.scan(body, x, jnp.ones((3, width, width)))[0] ** 2).sum()
+
+    with_masks = jax.vmap(jax.grad(squares(autocast(with_mask_of_keys))))
+    inside = autocast(jax.checkpoint(attention))
+    outside_shards = sharded(autocast(attention), check_vma)
+    inside_shards = autocast(sharded(attention, check_vma))
+    return {
+        "value": (fused, arrays, 1),
+        "grad": (gradient, arrays, kernels),
+        "vmap of grad": (jax.vmap(gradient), stacked, kernels),
+        "vmap of queries alone": (
+            jax.vmap(gradient, (0, None, None)), (stacked[0], k, v), kernels),
+        "vmap of masks": (with_masks, (*stacked, jnp.stack(masks)), kernels),
+        "grad of vmap": (jax.grad(squares(jax.vmap(fused))), stacked, kernels),
+        "checkpoint outside": (jax.grad(jax.checkpoint(squares(fused))), arrays, kernels),
+        "checkpoint inside": (jax.grad(squares(inside)), arrays, kernels + 1),
+        "scan": (jax.grad(autocast(turns)), (q,), kernels),
+        "shard_map outside": (jax.grad(squares(outside_shards)), arrays, kernels),
+        "shard_map inside": (jax.grad(squares(inside_shards)), arrays, kernels),
+    }  # fmt: skip

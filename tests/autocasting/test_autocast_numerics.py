@@ -19,38 +19,13 @@ EYE = jnp.eye(4)
 # Saturation: 16384 contributions of one.
 
 
-def bias(b):
-    return (half(ones(ROWS, 2)) + b).sum()
-
-
-def bias_before_a_product(b):
-    return half(half(ones(ROWS, 2)) + b).sum()
-
-
-def bias_before_an_island(b):
-    # exp(0) is one, and so is its derivative. The island is recomputed.
-    return half(jnp.exp(half(ones(ROWS, 2) - 1) + (b - 1))).sum()
-
-
-def scale(b):
-    return half(half(ones(ROWS, 2)) * b).sum()
-
-
-def embedding_row(b):
-    return half(jnp.full((1, 2), b)[jnp.zeros(ROWS, int)]).sum()
-
-
 def weight_in_a_scan(b):
-    def body(carry, x):
-        return carry, (x @ (b * eye(2))).sum()
-
+    body = lambda carry, x: (carry, (x @ (b * eye(2))).sum())
     return lax.scan(body, 0.0, ones(ROWS, 1, 2))[1].sum()
 
 
 def bias_in_a_scan(b):
-    def body(carry, x):
-        return carry, half(half(x) + b).sum()
-
+    body = lambda carry, x: (carry, half(half(x) + b).sum())
     return lax.scan(body, 0.0, ones(ROWS, 1, 2))[1].sum()
 
 
@@ -64,37 +39,27 @@ def carry_of_a_scan(b):
     return lax.scan(lambda c, _: (c + step, None), step * 0, None, length=ROWS)[0].sum()
 
 
-def vmapped_over_a_bias(b):
-    return jax.vmap(lambda x: half(half(x) + b).sum())(ones(ROWS, 1, 2)).sum()
-
-
-def rows_of_a_half_value(b):
-    rows = half(ones(1, 2) * b)
-    return (rows[jnp.zeros(ROWS, int)] * 1.0).sum()
-
-
-def scattered_rows(b):
-    return jnp.zeros((1, 2)).at[jnp.zeros(ROWS, int)].add(half(ones(ROWS, 2) * b)).sum()
-
-
-SHARED = [
-    bias,
-    bias_before_a_product,
-    bias_before_an_island,
-    scale,
-    embedding_row,
-    weight_in_a_scan,
-    bias_in_a_scan,
-    half_value_closed_over_by_a_scan,
-    carry_of_a_scan,
-    vmapped_over_a_bias,
-    rows_of_a_half_value,
-    scattered_rows,
-]
+SHARED = {
+    "bias": lambda b: (half(ones(ROWS, 2)) + b).sum(),
+    "bias before a product": lambda b: half(half(ones(ROWS, 2)) + b).sum(),
+    # exp(0) is one, and so is its derivative. The island is recomputed.
+    "bias before an island": lambda b: half(jnp.exp(half(ones(ROWS, 2) - 1) + (b - 1))).sum(),
+    "scale": lambda b: half(half(ones(ROWS, 2)) * b).sum(),
+    "row of an embedding": lambda b: half(jnp.full((1, 2), b)[jnp.zeros(ROWS, int)]).sum(),
+    "weight in a scan": weight_in_a_scan,
+    "bias in a scan": bias_in_a_scan,
+    "half value closed over by a scan": half_value_closed_over_by_a_scan,
+    "carry of a scan": carry_of_a_scan,
+    "bias in a vmap": lambda b: jax.vmap(lambda x: half(half(x) + b).sum())(ones(ROWS, 1, 2)).sum(),
+    "rows of a half value": lambda b: (half(ones(1, 2) * b)[jnp.zeros(ROWS, int)] * 1.0).sum(),
+    "scattered rows": lambda b: (
+        jnp.zeros((1, 2)).at[jnp.zeros(ROWS, int)].add(half(ones(ROWS, 2) * b)).sum()
+    ),
+}
 
 
 @HALVES
-@pytest.mark.parametrize("function", SHARED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", SHARED.values(), ids=SHARED)
 def test_sixteen_thousand_contributions_count(function, policy):
     gradient = jax.jit(jax.grad(jmp.autocast(function, policy)))(jnp.ones(()))
     assert gradient.dtype == jnp.float32
@@ -120,11 +85,20 @@ def row_of(*numbers):
     return jnp.array([numbers], jnp.float32)
 
 
+ONE_TWO = row_of(1, 2)
+SECOND_HIDDEN, ALL_HIDDEN = jnp.array([[True, False]]), jnp.zeros((1, 2), bool)
+
+
+def masked(kept, lowest):
+    """A softmax of scores that a mask hides."""
+    return lambda x: jax.nn.softmax(jnp.where(kept, half(x), lowest))
+
+
 FINITE_AND_RIGHT = {
     "eps of 1e-12": (lambda x: half(x) / jnp.sqrt((half(x) ** 2).sum() + 1e-12), row_of(0, 0)),
     "literal of 1e-8": (lambda x: 1 / (half(x) + 1e-8), row_of(0.0, 1.0)),
-    "literal of 1e6": (lambda x: half(x) * 1e6, row_of(1, 2)),
-    "largest float32": (lambda x: jnp.minimum(half(x), 3e38), row_of(1, 2)),
+    "literal of 1e6": (lambda x: half(x) * 1e6, ONE_TWO),
+    "largest float32": (lambda x: jnp.minimum(half(x), 3e38), ONE_TWO),
     "sum of squares at 300": (lambda x: (half(x) ** 2).sum(), row_of(300, 300)),
     "norm at 300": (lambda x: jnp.linalg.norm(half(x)), row_of(300, 300)),
     "inner product at 300": (lambda x: jnp.vdot(half(x), half(x)), row_of(300, 300)),
@@ -135,46 +109,32 @@ FINITE_AND_RIGHT = {
     "logsumexp": (lambda x: jax.nn.logsumexp(half(x)), row_of(500, 400)),
     "log of a small number": (lambda x: jnp.log(half(x) * 1e-10), row_of(1, 1)),
     "softplus": (lambda x: jax.nn.softplus(half(x)), row_of(80, -80)),
-    "mask of -1e9": (
-        lambda x: jax.nn.softmax(jnp.where(jnp.array([[True, False]]), half(x), -1e9)),
-        row_of(1, 2),
-    ),
-    "mask of the smallest float32": (
-        lambda x: jax.nn.softmax(
-            jnp.where(jnp.array([[True, False]]), half(x), jnp.finfo(jnp.float32).min)
-        ),
-        row_of(1, 2),
-    ),
-    "softmax of a row masked throughout": (
-        lambda x: jax.nn.softmax(jnp.where(jnp.zeros((1, 2), bool), half(x), -1e9)),
-        row_of(1, 2),
-    ),
-    "infinite mask": (
-        lambda x: jax.nn.softmax(jnp.where(jnp.array([[True, False]]), half(x), -jnp.inf)),
-        row_of(1, 2),
-    ),
+    "mask of -1e9": (masked(SECOND_HIDDEN, -1e9), ONE_TWO),
+    "mask of the smallest float32": (masked(SECOND_HIDDEN, jnp.finfo(jnp.float32).min), ONE_TWO),
+    "softmax of a row masked throughout": (masked(ALL_HIDDEN, -1e9), ONE_TWO),
+    "infinite mask": (masked(SECOND_HIDDEN, -jnp.inf), ONE_TWO),
     "added mask": (
-        lambda x: jax.nn.softmax(half(x) + jnp.where(jnp.zeros((1, 2), bool), 0.0, -1e9)),
-        row_of(1, 2),
+        lambda x: jax.nn.softmax(half(x) + jnp.where(ALL_HIDDEN, 0.0, -1e9)),
+        ONE_TWO,
     ),
     "masked, then a product": (
         lambda x: jax.nn.softmax(half(x) + jnp.full((1, 2), -1e9)) @ jnp.ones((2, 2)),
-        row_of(1, 2),
+        ONE_TWO,
     ),
     "masked before a loop": (
         lambda x: lax.map(jax.nn.softmax, half(x)[None] + jnp.full((1, 1, 2), -1e9)),
-        row_of(1, 2),
+        ONE_TWO,
     ),
     "masked by a choice before a loop": (
         lambda x: lax.map(
             lambda s: jax.nn.softmax(s) @ jnp.eye(2),
             jnp.where(jnp.zeros((1, 1, 2), bool), half(x)[None], -1e9),
         ),
-        row_of(1, 2),
+        ONE_TWO,
     ),
     "joined to large numbers": (
         lambda x: jnp.concatenate([half(x), jnp.full((1, 2), 1e6)]),
-        row_of(1, 2),
+        ONE_TWO,
     ),
     "cross entropy at 1000": (
         lambda x: -jax.nn.log_softmax(half(x))[0, 1],

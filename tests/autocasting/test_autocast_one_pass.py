@@ -4,7 +4,6 @@ The pass that only GPUs take runs here on the CPU, and short rows count as long.
 """
 
 import contextlib
-import io
 import re
 from unittest import mock
 
@@ -18,21 +17,22 @@ from jax.sharding import PartitionSpec
 
 import jmp
 from jmp.autocasting.targets import _one_pass
-from testbed.passes import without_pass
-from tests.autocasting.plans import plan_of
+from tests.autocasting.plans import listing, plan_of
 from tests.commands import in_full
+from tests.errors import relative_error
+from tests.saved import printed_residuals
 
 ROWS, WIDTH, CLASSES, LONG = 8, 4, 65, 64
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-@contextlib.contextmanager
 def replaced(**instead):
-    with contextlib.ExitStack() as stack:
-        for address, value in instead.items():
-            address = address.replace("__", ".")
-            stack.enter_context(mock.patch(f"jmp.autocasting.{address}", value))
-        yield
+    """Puts values in place of those at addresses in the planner, with `__` for each dot."""
+    stack = contextlib.ExitStack()
+    for address, value in instead.items():
+        address = "jmp.autocasting." + address.replace("__", ".")
+        stack.enter_context(mock.patch(address, value))
+    return stack
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,9 @@ def small():
         yield
 
 
-@contextlib.contextmanager
-def in_two_passes():
-    """The planner without the rewrite."""
-    with without_pass("rows in one pass"), replaced(targets___pick__is_long=lambda length: False):
-        yield
+def in_one_and_in_two_passes(function, policy="mixed_float16"):
+    """Under autocast, and without rewrites: they belong to what is recomputed."""
+    return (jmp.autocast(function, policy, recompute=what) for what in ("auto", "none"))
 
 
 # One reduction of pairs.
@@ -70,7 +68,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("row", EDGES.values(), ids=EDGES)
-def test_maxima_and_sums_are_those_of_float64(row):
+def test_maxima_and_sums_are_those_of_float64_and_of_parts_of_the_row(row):
     exact = np.asarray(row, np.float32).astype(np.float64)
     largest = exact.max()
     with np.errstate(invalid="ignore"):
@@ -78,17 +76,12 @@ def test_maxima_and_sums_are_those_of_float64(row):
     maxima, sums = _one_pass.maxima_and_sums((1,), jnp.asarray([row, row[::-1]], jnp.float32))
     np.testing.assert_array_equal(maxima, [largest] * 2)
     np.testing.assert_allclose(sums, [powers.sum()] * 2, rtol=1e-6)
-
-
-@pytest.mark.parametrize("row", EDGES.values(), ids=EDGES)
-def test_a_row_may_be_reduced_in_parts(row):
-    starts = jnp.float32(-INF), jnp.float32(0)  # what a part that is empty has
-    array = jnp.asarray(row, jnp.float32)
-    whole = _one_pass.maxima_and_sums((0,), array)
-    parts = _one_pass.maxima_and_sums((1,), array.reshape(3, 2))
+    # Half of a row may be reduced before the rest; a part that is empty has these.
+    starts = jnp.float32(-INF), jnp.float32(0)
+    parts = _one_pass.maxima_and_sums((1,), jnp.asarray(row, jnp.float32).reshape(3, 2))
     parts = [jnp.append(part, start)[::-1] for part, start in zip(parts, starts, strict=True)]
     together = lax.reduce(tuple(parts), starts, _one_pass._together, (0,))
-    np.testing.assert_allclose(together, whole, rtol=1e-6)
+    np.testing.assert_allclose(together, [largest, powers.sum()], rtol=1e-6)
 
 
 # Whole programs.
@@ -155,11 +148,9 @@ def in_float64(function, x, w, labels):
         return jax.tree.map(np.asarray, with_gradients(function)(x, w, labels))
 
 
-def sums_of(plan):
-    """How many sums of a plan are taken in one pass with maxima."""
-    islands = [step for step in plan.steps if hasattr(step, "rewrites")]
-    found = [rewrite.why for island in islands for rewrite in island.rewrites.values()]
-    return sum("in one pass" in why for why in found)
+def sums_of(function, *args, **options):
+    """How many sums of a program are taken in one pass with maxima."""
+    return "\n".join(listing(plan_of(function, *args, **options))).count("in one pass")
 
 
 @pytest.mark.parametrize(
@@ -170,18 +161,15 @@ def test_gradients_are_as_exact_as_in_two_passes(loss, dtype):
     args, function = arguments(), head(loss)
     policy = f"mixed_{dtype}"
     exact_value, exact = in_float64(function, *args)
-    assert sums_of(plan_of(function, *args, policy=policy)) == 1
+    assert sums_of(function, *args, policy=policy) == 1
 
-    def errors():
-        value, found = with_gradients(jmp.autocast(function, policy))(*args)
+    def errors(autocast):
+        value, found = with_gradients(autocast)(*args)
         np.testing.assert_allclose(value, exact_value, rtol=1e-3)
-        norm = np.linalg.norm
-        return [norm(f - e) / norm(e) for f, e in zip(found, exact, strict=True)]
+        return list(map(relative_error, found, exact))
 
-    now = errors()
-    with in_two_passes():
-        before = errors()
-    np.testing.assert_array_less(now, 1.02 * np.asarray(before))
+    one, two = map(errors, in_one_and_in_two_passes(function, policy))
+    np.testing.assert_array_less(one, 1.02 * np.asarray(two))
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, of_log_softmax], ids=lambda loss: loss.__name__)
@@ -202,12 +190,9 @@ def test_edges_are_those_of_two_passes_and_of_the_plain_program(loss):
         values, pull_back = jax.vjp(function, x)
         return values, pull_back(jnp.ones_like(values))[0]  # row by row
 
-    assert sums_of(plan_of(losses, x)) == 1
-    compiled = lambda function: jax.jit(lambda: results(function))()
-    now = compiled(jmp.autocast(losses, "mixed_float16"))
-    with in_two_passes():
-        before = compiled(jmp.autocast(losses, "mixed_float16"))
-    for found, two, plain in zip(now, before, compiled(losses), strict=True):
+    assert sums_of(losses, x) == 1
+    ways = (*in_one_and_in_two_passes(losses), losses)
+    for found, two, plain in zip(*(jax.jit(lambda f=f: results(f))() for f in ways), strict=True):
         np.testing.assert_allclose(found, two, rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(found, plain, rtol=5e-3, atol=2e-2)
 
@@ -249,19 +234,12 @@ TRANSFORMED = [remat, forward, curvature, mapped, scanned]
 )
 def test_transformed_losses_are_those_of_two_passes(transformed, loss):
     args = arguments()
-
-    def result():
-        function = transformed(jmp.autocast(head(loss), "mixed_float16"))
-        assert "reduce[" in str(jax.make_jaxpr(function)(*args)) or not is_new
-        return jax.jit(function)(*args)
-
-    is_new = True
-    now = result()
-    with in_two_passes():
-        is_new = False
-        before = result()
-    for found, two in zip(*map(jax.tree.leaves, (now, before)), strict=True):
-        np.testing.assert_allclose(found, two, rtol=4e-3, atol=1e-3)
+    one, two = map(transformed, in_one_and_in_two_passes(head(loss)))
+    assert "reduce[" in str(jax.make_jaxpr(one)(*args))
+    for found, expected in zip(
+        *(jax.tree.leaves(jax.jit(f)(*args)) for f in (one, two)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=4e-3, atol=1e-3)
 
 
 def test_a_loss_inside_autocast_may_be_transformed():
@@ -276,19 +254,18 @@ def test_a_loss_inside_autocast_may_be_transformed():
 
 def test_one_half_array_and_two_numbers_a_row_are_kept():
     x, w, labels = arguments()
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        loss = jmp.autocast(lambda x: head(cross_entropy)(x, w, labels), "mixed_float16")
-        jax.ad_checkpoint.print_saved_residuals(loss, x)
-    kept = re.findall(r"^(f\d+\[\d.*?\]) (output of dot_general|named)", text.getvalue(), re.M)
+    loss = jmp.autocast(lambda x: head(cross_entropy)(x, w, labels), "mixed_float16")
+    text = printed_residuals(loss, x)
+    kept = re.findall(r"^(f\d+\[\d.*?\]) (output of dot_general|named)", text, re.M)
     assert [array for array, _ in kept] == [f"f16[{ROWS},{CLASSES}]", *[f"f32[{ROWS}]"] * 2]
-    assert text.getvalue().count(f",{CLASSES}]") == 2  # with the table, in half
+    assert text.count(f",{CLASSES}]") == 2  # with the table, in half
 
 
 # Where it applies.
 
 
 def planned(function, rows=512, classes=CLASSES):
-    return sums_of(plan_of(function, *(jnp.zeros(s) for s in ((rows, 8), (8, classes)))))
+    return sums_of(function, *(jnp.zeros(s) for s in ((rows, 8), (8, classes))))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +315,7 @@ def test_short_rows_whose_sums_make_rows_are_left():
 
 
 def test_none_is_taken_where_nothing_is_recomputed():
-    assert sums_of(plan_of(head(cross_entropy), *arguments(), recompute="none")) == 0
+    assert sums_of(head(cross_entropy), *arguments(), recompute="none") == 0
 
 
 def test_other_reductions_of_long_rows_are_kept():

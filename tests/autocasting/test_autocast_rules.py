@@ -14,6 +14,7 @@ from jmp.autocasting._registry import rule_for
 from testbed import ROOT
 from testbed.op_cases import OP_CASES, OTHERS, UNARY
 from tests.commands import in_full
+from tests.primitives import elementwise
 from tests.products import equations_of, eye
 
 SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
@@ -158,14 +159,7 @@ def test_every_rule_gives_its_reason():
 @pytest.fixture
 def cube():
     """A primitive of a user's own."""
-    from jax.extend.core import Primitive
-    from jax.interpreters import mlir
-
-    primitive = Primitive("cube_for_tests")
-    primitive.def_abstract_eval(lambda x: x)
-    primitive.def_impl(lambda x: x * x * x)
-    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * x * x, False))
-    return primitive
+    return elementwise("cube_for_tests", lambda x: x * x * x)
 
 
 def operand_dtype(function, primitive, *args):

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
 from tests.commands import in_full
 from tests.products import equations, equations_of, half, ones, product_dtypes
+from tests.saved import printed_residuals
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -29,20 +31,8 @@ def dense(x, w):
 # Functions of (x, w) that hold a transformation.
 
 
-def jitted(x, w):
-    return jax.jit(dense, inline=False)(x, w)
-
-
-def vmapped(x, w):
-    return jax.vmap(dense, (0, None))(x, w)
-
-
 def vmapped_with_a_name(x, w):
     return jax.vmap(lambda x: dense(x, w) - lax.pmean(x @ w, "batch"), axis_name="batch")(x)
-
-
-def differentiated(x, w):
-    return jax.grad(lambda x: dense(x, w).sum())(x)
 
 
 def second_derivative(x, w):
@@ -51,18 +41,6 @@ def second_derivative(x, w):
 
 def scanned(x, w):
     return lax.scan(lambda h, layer: (dense(h, layer) + h, h.sum()), x, STACK)
-
-
-def scanned_backwards(x, w):
-    return lax.scan(lambda h, _: (dense(h, w), h), x, None, length=3, reverse=True, unroll=2)
-
-
-def scanned_without_a_carry(x, w):
-    return lax.map(lambda row: dense(row[None], w), x)
-
-
-def scanned_no_turn(x, w):
-    return lax.scan(lambda h, _: (dense(h, w), h), x, None, length=0)
 
 
 def scanned_mixed_carry(x, w):
@@ -89,21 +67,9 @@ def batched_while_loop(x, w):
     return jax.vmap(loop)(x @ w)
 
 
-def fori_loop(x, w):
-    return lax.fori_loop(0, 3, lambda i, h: dense(h, w), x)
-
-
-def branches(x, w):
-    return lax.cond(x[0, 0] > 0, lambda x: dense(x, w), lambda x: x, x)
-
-
 def switched(x, w):
     choices = [lambda x: dense(x, w), lambda x: x @ w, lambda x: jnp.exp(x)]
     return lax.switch(jnp.int32(1), choices, x)
-
-
-def associative(x, w):
-    return lax.associative_scan(jnp.add, x @ w)
 
 
 def recomputed(x, w):
@@ -202,24 +168,77 @@ def convolved(x, w):
     )
 
 
-def results_of_all_kinds(x, w):
-    return {"input": x, "again": x, "constant": jnp.ones(2), "number": 3, "none": None, "w": x @ w}
+def normalised(x, w):
+    y = x @ w
+    y = (y - y.mean(0, keepdims=True)) / jnp.sqrt(y.var(0, keepdims=True) + 1e-5)
+    jax.debug.callback(lambda y: None, y)
+    return y @ w
 
 
-def empty(x, w):
-    return x[:0] @ w, ones(0, 8) @ w, (x @ w)[:, :0].sum()
+def kernel(x, w):
+    def double(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(double, out_shape=like, interpret=True)(x @ w) @ w
 
 
-FUNCTIONS = [
-    jitted, vmapped, vmapped_with_a_name, differentiated, second_derivative, scanned,
-    scanned_backwards, scanned_without_a_carry, scanned_no_turn, scanned_mixed_carry,
-    scanned_in_a_scan, while_loop, batched_while_loop, fori_loop, branches, switched, associative,
-    recomputed, recomputed_with_a_policy, recomputed_by_name, custom_jvp,
-    custom_jvp_with_a_product, custom_vjp, callbacks, references, linear_algebra, indexed,
-    convolved, results_of_all_kinds, empty,
-]  # fmt: skip
-# What has no reverse derivative in plain JAX either.
-FORWARD_ONLY = (while_loop, batched_while_loop)
+def split_parts(x, w):
+    left, right = lax.split(x @ w, [4, 4], 1), lax.split(x[::-1] @ w, [4, 4], 1)
+    return left[1], *(p + q for p, q in zip(left, right, strict=True))
+
+
+def split_in_float32(x, w):
+    def turn(h, row):
+        parts = jmp.full_precision(lambda y: jnp.split(y, 2, 1))(row @ w + h @ w)
+        return jnp.tanh(jnp.concatenate(parts[::-1], 1) @ w), None
+
+    return lax.scan(turn, x, jnp.stack([x, x[::-1]]))[0]
+
+
+FUNCTIONS = {
+    "jit": lambda x, w: jax.jit(dense, inline=False)(x, w),
+    "vmap": lambda x, w: jax.vmap(dense, (0, None))(x, w),
+    "vmap with a name": vmapped_with_a_name,
+    "grad": lambda x, w: jax.grad(lambda x: dense(x, w).sum())(x),
+    "second derivative": second_derivative,
+    "scan": scanned,
+    "scan backwards": lambda x, w: lax.scan(
+        lambda h, _: (dense(h, w), h), x, None, length=3, reverse=True, unroll=2
+    ),
+    "map": lambda x, w: lax.map(lambda row: dense(row[None], w), x),
+    "no turn": lambda x, w: lax.scan(lambda h, _: (dense(h, w), h), x, None, length=0),
+    "mixed carry": scanned_mixed_carry,
+    "scan in a scan": scanned_in_a_scan,
+    "while": while_loop,
+    "while in a vmap": batched_while_loop,
+    "fori": lambda x, w: lax.fori_loop(0, 3, lambda i, h: dense(h, w), x),
+    "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: dense(x, w), lambda x: x, x),
+    "switch": switched,
+    "associative scan": lambda x, w: lax.associative_scan(jnp.add, x @ w),
+    "remat": recomputed,
+    "remat with a policy": recomputed_with_a_policy,
+    "remat by name": recomputed_by_name,
+    "custom_jvp": custom_jvp,
+    "custom_jvp with a product": custom_jvp_with_a_product,
+    "custom_vjp": custom_vjp,
+    "callbacks": callbacks,
+    "references": references,
+    "linear algebra": linear_algebra,
+    "indexed": indexed,
+    "convolution": convolved,
+    "results of all kinds": lambda x, w: {
+        "input": x, "again": x, "constant": jnp.ones(2), "number": 3, "none": None, "w": x @ w
+    },
+    "empty": lambda x, w: (x[:0] @ w, ones(0, 8) @ w, (x @ w)[:, :0].sum()),
+    "callback behind a norm": normalised,
+    "kernel": kernel,
+    "parts": split_parts,
+    "parts in float32": split_in_float32,
+}  # fmt: skip
+# These have no reverse derivative in plain JAX either.
+FORWARD_ONLY = ("while", "while in a vmap")
+DIFFERENTIATED = [name for name in FUNCTIONS if name not in (*FORWARD_ONLY, "kernel")]
 
 
 def assert_same(got, expected, atol=0.03):
@@ -232,18 +251,15 @@ def assert_same(got, expected, atol=0.03):
 
 @functools.cache
 def in_float32(function):
-    """What a function gives by itself; jitted, since an operation at a time takes longer."""
+    """The results of a function; jitted, since an operation at a time takes longer."""
     return jax.jit(function)(X, W)
 
 
-@pytest.mark.parametrize("function", in_full(FUNCTIONS, one_of=2), ids=lambda f: f.__name__)
-def test_values(function):
-    assert_same(jmp.autocast(function, F16)(X, W), in_float32(function))
-
-
-@pytest.mark.parametrize("function", in_full(FUNCTIONS, one_of=3), ids=lambda f: f.__name__)
-def test_values_under_jit(function):
-    assert_same(jax.jit(jmp.autocast(function, F16))(X, W), in_float32(function))
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", in_full(FUNCTIONS.keys(), one_of=2))
+def test_values(name, around):
+    function = FUNCTIONS[name]
+    assert_same(around(jmp.autocast(function, F16))(X, W), in_float32(function))
 
 
 def scalar(function):
@@ -268,23 +284,21 @@ def gradient_in_float32(function):
     return jax.jit(jax.grad(scalar(function), (0, 1)))(X, W)
 
 
-@pytest.mark.parametrize(
-    "function", [f for f in FUNCTIONS if f not in FORWARD_ONLY], ids=lambda f: f.__name__
-)
-def test_gradients(function):
-    got = jax.grad(scalar(jmp.autocast(function, F16)), (0, 1))(X, W)
-    assert_same(got, gradient_in_float32(function), atol=0.1)
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients(name):
+    got = jax.grad(scalar(jmp.autocast(FUNCTIONS[name], F16)), (0, 1))(X, W)
+    assert_same(got, gradient_in_float32(FUNCTIONS[name]), atol=0.1)
 
 
 @pytest.mark.parametrize(
-    "function",
-    in_full([f for f in FUNCTIONS if f not in (*FORWARD_ONLY, callbacks, references)], one_of=2),
-    ids=lambda f: f.__name__,
+    "name",
+    in_full([n for n in DIFFERENTIATED if n not in ("callbacks", "references")], one_of=2),
 )
-def test_autocast_of_a_gradient(function):
+def test_autocast_of_a_gradient(name):
     """Under a grad that stands inside, the derivative is a program like any other."""
-    gradient = jax.grad(scalar(function), (0, 1))
-    assert_same(jmp.autocast(gradient, F16)(X, W), gradient_in_float32(function), atol=0.1)
+    gradient = jax.grad(scalar(FUNCTIONS[name]), (0, 1))
+    expected = gradient_in_float32(FUNCTIONS[name])
+    assert_same(jmp.autocast(gradient, F16)(X, W), expected, atol=0.1)
 
 
 @pytest.mark.parametrize("function", [dense, scanned, recomputed, custom_jvp, indexed])
@@ -308,7 +322,9 @@ def test_forward_mode_and_linearize(function):
         assert_same(got, jax.jit(transform(function))(X), atol=0.1)
 
 
-@pytest.mark.parametrize("function", [scanned, recomputed, jitted, custom_jvp_with_a_product])
+@pytest.mark.parametrize(
+    "function", [scanned, recomputed, FUNCTIONS["jit"], custom_jvp_with_a_product]
+)
 def test_every_product_is_half_forward_and_backward(function):
     total = jax.grad(scalar(jmp.autocast(function, F16)), (0, 1))
     assert set(product_dtypes(total, X, W)) == {"float16"}
@@ -332,13 +348,8 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
 def test_names_for_checkpoint_policies_survive():
     jaxpr = str(jax.make_jaxpr(jmp.autocast(recomputed_by_name, F16))(X, W))
     assert "name[name=hidden]" in jaxpr.lower()  # a CheckpointName under jax_remat3
-    kept = "f16[4,8] named 'hidden'"
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    with redirect_stdout(StringIO()) as printed:
-        jax.ad_checkpoint.print_saved_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
-    assert kept in printed.getvalue()
+    kept = printed_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
+    assert "f16[4,8] named 'hidden'" in kept
 
 
 # Effects.
@@ -359,16 +370,6 @@ def test_effects_happen_once_and_in_order():
     assert seen[1][1] == np.float32  # a callback gets what the user wrote
 
 
-def test_a_callback_after_a_normalisation():
-    def function(x):
-        y = x @ W
-        y = (y - y.mean(0, keepdims=True)) / jnp.sqrt(y.var(0, keepdims=True) + 1e-5)
-        jax.debug.callback(lambda y: None, y)
-        return y @ W
-
-    assert_same(jmp.autocast(function, F16)(X), function(X))
-
-
 def test_an_effect_whose_result_nobody_reads_is_kept():
     def effects(function):
         found = equations_of(function, X, W)
@@ -377,22 +378,19 @@ def test_an_effect_whose_result_nobody_reads_is_kept():
     assert effects(jmp.autocast(references, F16)) == effects(references) != []
 
 
-# Kernels, devices, donation.
+def test_cotangents_of_a_part_add_up_in_float32():
+    """Those of a part that is read twice are rounded once, as their sum."""
+
+    def loss(x, w):
+        first, second = jnp.split(x @ w, 2, 1)
+        return jnp.sum(first * jax.nn.sigmoid(first) * jnp.tanh(second))
+
+    found = equations_of(jax.grad(jmp.autocast(loss, "mixed_bfloat16")), X, W)
+    sums = [e.outvars[0].aval for e in found if e.primitive.name == "add_any"]
+    assert {v.dtype for v in sums if v.shape == (4, 4)} == {jnp.dtype("float32")}
 
 
-def test_a_kernel_runs_as_written():
-    from jax.experimental import pallas
-
-    def kernel(x_ref, y_ref):
-        y_ref[...] = x_ref[...] * 2
-
-    def function(x):
-        call = pallas.pallas_call(
-            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
-        )
-        return call(x @ W) @ W
-
-    assert_same(jmp.autocast(function, F16)(X), function(X))
+# Devices, donation.
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from jax import lax
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting._propagation import walk
 from testbed import decoding
+from tests.products import equations_of
 
 TURNS, ROWS, WIDTH = 8, 4, 16
 PAGE = 2
@@ -279,8 +279,7 @@ def dtypes_kept(case, loop):
     """Returns the dtypes of "kept" as the loop under autocast carries it."""
     mixed = jmp.autocast(looped(case, loop), "mixed_bfloat16")
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(case.kept)]
-    closed = jax.make_jaxpr(mixed)(case.kept, X)
-    equation = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == loop)
+    equation = next(e for e in equations_of(mixed, case.kept, X) if e.primitive.name == loop)
     params = equation.params
     if loop == "scan":
         _, carries, _ = _jax_compat.Scan.of(params).split(equation.invars)
@@ -476,10 +475,10 @@ def found_in(name, **options):
     turn, first = LOOPS[name]
     is_on = lambda carry: (carry[0] < TURNS) & jnp.all(carry[2] > -9)
     loop = lambda x: lax.while_loop(is_on, lambda carry: turn(*carry), (0, x, jnp.zeros(ROWS)))[2]
-    visits = list(walk(jax.make_jaxpr(jmp.autocast(loop, "mixed_bfloat16", **options))(first)))
-    equation = next(v.equation for v in visits if v.equation.primitive.name == "while")
+    found = list(equations_of(jmp.autocast(loop, "mixed_bfloat16", **options), first))
+    equation = next(e for e in found if e.primitive.name == "while")
     _, _, carries = _jax_compat.While.of(equation.params).split(equation.invars)
-    products = [v.equation for v in visits if v.equation.primitive.name == "dot_general"]
+    products = [e for e in found if e.primitive.name == "dot_general"]
     return (
         {str(carry.aval.dtype) for carry in carries if carry.aval.shape == first.shape},
         {str(atom.aval.dtype) for product in products for atom in product.invars},

@@ -7,10 +7,11 @@ import pytest
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting._propagation import walk
 from jmp.autocasting.targets import _pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
+from tests.errors import largest_error
+from tests.products import equations_of
 
 
 @pytest.mark.full
@@ -66,8 +67,7 @@ def test_sampling_takes_random_bits_as_without_autocast():
 
 def weights_in_loops(function, *args):
     """Returns the dtypes of the matrices that the outermost loop of a program closes over."""
-    closed = jax.make_jaxpr(function)(*args)
-    loop = next(v.equation for v in walk(closed.jaxpr) if v.equation.primitive.name == "scan")
+    loop = next(e for e in equations_of(function, *args) if e.primitive.name == "scan")
     constants, _, _ = _jax_compat.Scan.of(loop.params).split(loop.invars)
     matrices = [x.aval for x in constants if x.aval.ndim > 1 and min(x.aval.shape[-2:]) > 2]
     assert matrices
@@ -106,14 +106,12 @@ def test_differentiated_generation_has_float32_weights_and_caches(cache):
     exact = jax.grad(lambda p: decoder.score(p, tokens).mean())(params)
     mixed = jmp.autocast(decoder.score, "mixed_bfloat16")
     found = jax.grad(lambda p: mixed(p, tokens).mean())(params)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
-        assert a.dtype == jnp.float32
-        assert jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    assert largest_error(found, exact) < 0.03
 
 
 def count_gathers(function, *args):
-    closed = jax.make_jaxpr(function)(*args)
-    return sum(visit.equation.primitive.name == "gather" for visit in walk(closed.jaxpr))
+    return sum(e.primitive.name == "gather" for e in equations_of(function, *args))
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 import jmp
 from jmp import diagnostics
@@ -14,6 +14,7 @@ from jmp.autocasting._kinds import Kind, register_kind
 from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.targets._rewriting import rewriting
 from testbed.passes import with_first
+from tests.primitives import elementwise
 from tests.products import equations_of
 
 W = jnp.eye(128)
@@ -23,16 +24,8 @@ X = jnp.linspace(-2, 2, 128 * 128).reshape(128, 128)
 @pytest.fixture
 def softsign():
     """A primitive of a user's: x / (1 + |x|), with its derivative."""
-    primitive = Primitive("softsign_for_the_test")
-
-    def written_out(x):
-        return x / (1 + abs(x))
-
-    primitive.def_impl(written_out)
-    primitive.def_abstract_eval(lambda x: x)
+    primitive = elementwise("softsign_for_the_test", lambda x: x / (1 + abs(x)))
     ad.defjvp(primitive, lambda tangent, x: tangent / (1 + abs(x)) ** 2)
-    batching.defvectorized(primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(written_out, multiple_results=False))
     return primitive
 
 

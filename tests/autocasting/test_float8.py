@@ -1,7 +1,6 @@
 """Float8 products of parameters: `jmp.autocast(loss, "mixed_float8")`.
 
-Small shapes: what is small is float8 here (`SMALL_PRODUCT` is patched), but where sizes are the
-subject.
+A fixture lets small products be float8. Tests of sizes close it.
 """
 
 import functools
@@ -18,11 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from benchmarks import float8_convolutions
 from jmp import diagnostics
-from jmp._jax_compat import varying_axes
-from jmp.autocasting.float8 import _arithmetic, _passes
-from jmp.autocasting.float8._arithmetic import GRADIENTS, OPERANDS, round_to_float8
 from testbed.gpt2 import GPT2, gpt2
-from testbed.passes import without_pass
 from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import equations, equations_of
@@ -196,12 +191,11 @@ def test_gradients_of_a_gpt_at_initialisation_are_within_a_tenth():
     assert errors[0] < 0.02 < errors[1] < 0.10
 
 
-def test_the_scale_is_the_largest_numbers_and_both_ways_the_same():
-    numbers, scale = _arithmetic.hold(jnp.asarray([[3e-5, -7.0], [0.5, 0.0]], jnp.bfloat16))
-    assert numbers.dtype == OPERANDS and scale.dtype == jnp.bfloat16 and scale.shape == ()
-    assert abs(float(numbers[0, 1])) == 448.0
-    back = numbers.astype(np.float32) * scale.astype(np.float32)
-    np.testing.assert_allclose(back, [[3e-5, -7], [0.5, 0]], rtol=0.07, atol=7 / 448 * 2**-9)
+def test_the_largest_number_is_the_largest_of_float8_and_comes_back_in_its_size():
+    x = jnp.asarray([[3e-5, -7.0], [0.5, 0.0]])
+    y = jmp.autocast(lambda w, x: (x @ w) @ jnp.eye(2), F8)(jnp.eye(2), x)
+    np.testing.assert_allclose(y, x, rtol=0.07, atol=7 / 448 * 2**-9)
+    np.testing.assert_allclose(y[0, 1], -7, rtol=2**-8)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -240,17 +234,46 @@ def test_what_is_finite_stays_finite(x):
         assert bool(jnp.isfinite(array).all())
 
 
-# Bounds: where an elementwise function alone stands between float8 products.
+# Bounds: between two float8 products stands only an elementwise function.
 
 WIDE = tuple(jax.random.normal(next(KEYS), shape) / 4 for shape in [(16, 64), (64, 16), (16, 4)])
 BIAS = jax.random.normal(next(KEYS), (64,))
-GATED = {
-    "gelu": lambda ws, x: jax.nn.gelu(x @ ws[0]),
-    "exact gelu": lambda ws, x: jax.nn.gelu(x @ ws[0], approximate=False),
-    "bias": lambda ws, x: jax.nn.gelu(x @ ws[0] + BIAS[None]),
-    "nothing": lambda ws, x: (x @ ws[0]).reshape(-1, 64),
-    "gate": lambda ws, x: jax.nn.silu(x @ ws[0]) * (x @ ws[1].T),
-    "where": lambda ws, x: (lambda h: jnp.where(h > 0, h, 0.1 * h))(x @ ws[0]),
+STACK = jnp.stack([X, X[::-1] / 2])
+
+# Functions of the results of two products. Behind these no maximum is read.
+BOUNDED = {
+    "gelu": lambda h, _: jax.nn.gelu(h),
+    "exact gelu": lambda h, _: jax.nn.gelu(h, approximate=False),
+    "bias": lambda h, _: jax.nn.gelu(h + BIAS[None, None]),
+    "gate": lambda h, g: jax.nn.silu(h) * g,
+    "where": lambda h, _: jnp.where(h > 0, h, 0.1 * h),
+    "reshape": lambda h, _: h.reshape(-1, 64),
+    "a bias, then a reshape": lambda h, _: (h + BIAS[None, None]).reshape(-1, 64),
+    "copy": lambda h, _: jnp.array(h, copy=True),
+    "squeeze": lambda h, _: h.reshape(1, *h.shape).squeeze(0),
+    "jit": lambda h, _: jax.jit(lambda h: jax.nn.gelu(h.reshape(-1, 64)))(h),
+    "a gate, then a reshape": lambda h, g: (jax.nn.silu(h) * g).reshape(-1, 64),
+}
+# What is read behind one of these has its maximum.
+NOT_BOUNDED = {
+    "index": lambda h, _: h[0],
+    "slice": lambda h, _: h[:, ::2],
+    "transpose": lambda h, _: h.swapaxes(0, 1),
+    "jit that stays": lambda h, _: jax.jit(lambda h: h.reshape(-1, 64), donate_argnums=0)(h),
+    "two ways": lambda h, _: jnp.concatenate([h.reshape(-1, 64), h.swapaxes(0, 1).reshape(-1, 64)]),
+    "exp": lambda h, _: jnp.exp(h / 8),
+    "square": lambda h, _: jnp.square(h / 8),
+    "roll": lambda h, _: h + jnp.roll(h, 1, 1),
+    "mask": lambda h, _: h * (jnp.arange(64)[None, None] > 8),
+    "mish": lambda h, _: jax.nn.mish(h),  # its softplus is a custom_jvp
+    "log_sigmoid": lambda h, _: jax.nn.log_sigmoid(h),
+}
+# Others that read the products' results `h` or the function's result `g`, at a size that counts.
+OTHER_READERS = {
+    "a sum": lambda h, g: 1e6 * jnp.sum(h),
+    "a product in bfloat16": lambda h, g: 1e6 * jnp.sum(g[:1] @ g.mT),
+    "a sum of the function": lambda h, g: 1e6 * jnp.sum(g),
+    "a loop": lambda h, g: 1e6 * lax.fori_loop(0, 2, lambda _, s: s + jnp.sum(h), 0.0),
 }
 
 
@@ -260,68 +283,66 @@ def maxima(fun, *args, at_least=32 * 64):
     return sum(maximum.invars[0].aval.size >= at_least for maximum in found)
 
 
-def gated_loss(inside):
-    return lambda ws, x: jnp.mean(((inside(ws, x) @ ws[1]) @ ws[2]) ** 2)
+def loss_behind(between, other=lambda h, g: 0.0):
+    """Returns a loss of two products behind a function of two, and the first's result."""
+
+    def of(ws, x):
+        h = x @ ws[0]
+        g = between(h, x @ ws[1].T)
+        return jnp.mean(((g @ ws[1]) @ ws[2]) ** 2) + other(h, g), h
+
+    return of
 
 
-@pytest.mark.parametrize("name", in_full(GATED.keys(), one_of=2))
+def only_loss(of):
+    return lambda *args: of(*args)[0]
+
+
+@pytest.mark.parametrize("name", in_full(BOUNDED.keys(), one_of=2))
 def test_of_what_stands_between_two_products_no_maximum_is_read(name):
-    of = gated_loss(GATED[name])
+    of = loss_behind(BOUNDED[name])
+    gradient = gradient_of(jmp.autocast(only_loss(of), F8))
+    assert maxima(gradient, WIDE, STACK) == 0
+    exact = gradient_of(only_loss(of))(WIDE, STACK)
+    bounded = relative_error(gradient(WIDE, STACK), exact)
+    # A result of the program is read outside, so it has no bound.
+    with_maxima = gradient_of(jmp.autocast(of, F8), has_aux=True)
+    assert maxima(with_maxima, WIDE, STACK) > 0
+    assert bounded < 1.2 * relative_error(with_maxima(WIDE, STACK)[0], exact) < 0.18
+
+
+@pytest.mark.parametrize("name", in_full(NOT_BOUNDED.keys(), one_of=2))
+def test_what_has_no_good_bound_has_its_maximum(name):
+    of = only_loss(loss_behind(NOT_BOUNDED[name]))
     gradient = gradient_of(jmp.autocast(of, F8))
-    assert maxima(gradient, WIDE, X) == 0
-    exact = gradient_of(of)(WIDE, X)
-    bounded = relative_error(gradient(WIDE, X), exact)
-    with without_pass("float8 bounds"):
-        gradient = gradient_of(jmp.autocast(gated_loss(GATED[name]), F8))
-        assert maxima(gradient, WIDE, X) > 1
-        assert bounded < 1.2 * relative_error(gradient(WIDE, X), exact) < 0.2
+    assert maxima(gradient, WIDE, STACK) > 0
+    assert relative_error(gradient(WIDE, STACK), gradient_of(of)(WIDE, STACK)) < 0.15
 
 
-@pytest.mark.parametrize("name", in_full(GATED.keys(), one_of=2))
+@pytest.mark.parametrize("name", OTHER_READERS)
+def test_what_others_read_too_has_its_maximum(name):
+    of = only_loss(loss_behind(BOUNDED["gelu"], OTHER_READERS[name]))
+    gradient = gradient_of(jmp.autocast(of, F8))
+    assert maxima(gradient, WIDE, STACK) > 0
+    assert relative_error(gradient(WIDE, STACK), gradient_of(of)(WIDE, STACK)) < 0.15
+
+
+@pytest.mark.parametrize("name", in_full(list(BOUNDED)[:6], one_of=2))
 @pytest.mark.parametrize("size", in_full([1e-20, 1e12, 1.0], first=2))
 def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
-    """Then a product's results are as large as their bound: Cauchy and Schwarz's is an equality."""
+    """A product's results are then as large as their bound, by Cauchy and Schwarz."""
     direction = jnp.asarray([[1.0, -1.0] * 8])
-    x = size * jnp.repeat(direction, 32, 0)
+    x = size * jnp.repeat(direction, 32, 0)[None]
     ws = (jnp.repeat(direction.T, 64, 1), jnp.repeat(direction, 64, 0), WIDE[2])
 
     def of(ws, x):
-        return (GATED[name](ws, x) @ ws[1]) @ ws[2]
+        return (BOUNDED[name](x @ ws[0], x @ ws[1].T) @ ws[1]) @ ws[2]
 
     result, vjp = jax.vjp(jmp.autocast(of, F8), ws, x)
     expected, exact_vjp = jax.vjp(of, ws, x)
     assert relative_error(result, expected) < 0.1
     cotangent = jnp.ones_like(result)
     assert relative_error(vjp(cotangent), exact_vjp(cotangent)) < 0.1
-
-
-# What is bounded behind the first of these stays so; of the others the maximum is read.
-MOVED = {
-    "reshape": lambda h, _: h.reshape(-1, 64),
-    "a bias, then a reshape": lambda h, _: (h + BIAS[None, None]).reshape(-1, 64),
-    "copy": lambda h, _: jnp.array(h, copy=True),
-    "squeeze": lambda h, _: h.reshape(1, *h.shape).squeeze(0),
-    "jit": lambda h, _: jax.jit(lambda h: jax.nn.gelu(h.reshape(-1, 64)))(h),
-    "a gate, then a reshape": lambda h, g: (jax.nn.silu(h) * g).reshape(-1, 64),
-    "index": lambda h, _: h[0],
-    "slice": lambda h, _: h[:, ::2],
-    "transpose": lambda h, _: h.swapaxes(0, 1),
-    "jit that stays": lambda h, _: jax.jit(lambda h: h.reshape(-1, 64), donate_argnums=0)(h),
-    "two ways": lambda h, _: jnp.concatenate([h.reshape(-1, 64), h.swapaxes(0, 1).reshape(-1, 64)]),
-}
-IS_BOUNDED = list(MOVED)[:6]
-
-
-@pytest.mark.parametrize("name", in_full(MOVED.keys(), one_of=2))
-def test_gradients_are_right_where_a_product_is_moved_on_its_way_to_another(name):
-    def of(ws, x):
-        moved = MOVED[name](x @ ws[0], x @ ws[1].T)
-        return jnp.mean(((moved @ ws[1]) @ ws[2]) ** 2)
-
-    x = jnp.stack([X, X[::-1] / 2])
-    gradient = gradient_of(jmp.autocast(of, F8))
-    assert relative_error(gradient(WIDE, x), gradient_of(of)(WIDE, x)) < 0.15
-    assert (maxima(gradient, WIDE, x) == 0) == (name in IS_BOUNDED)
 
 
 def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
@@ -336,26 +357,6 @@ def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
     of = lambda apply: gradient_of(lambda v: jnp.mean(apply(v, x) ** 2))
     got = of(jmp.adapters.linen.autocast(Model().apply, F8))(variables)
     assert relative_error(got, of(Model().apply)(variables)) < 0.15
-
-
-OTHER_READERS = {
-    "a sum": lambda h, g: 1e6 * jnp.sum(h),
-    "a product in bfloat16": lambda h, g: 1e6 * jnp.sum(g[:1] @ g.T),
-    "a sum of the function": lambda h, g: 1e6 * jnp.sum(g),
-    "a loop": lambda h, g: 1e6 * lax.fori_loop(0, 2, lambda _, s: s + jnp.sum(h), 0.0),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_READERS)
-def test_what_others_read_too_has_its_maximum(name):
-    def of(ws, x):
-        h = x @ ws[0]
-        g = jax.nn.gelu(h)
-        return jnp.mean(((g @ ws[1]) @ ws[2]) ** 2) + OTHER_READERS[name](h, g)
-
-    gradient = gradient_of(jmp.autocast(of, F8))
-    assert maxima(gradient, WIDE, X) > 0
-    assert relative_error(gradient(WIDE, X), gradient_of(of)(WIDE, X)) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -375,18 +376,12 @@ def test_bounds_hold_where_functions_jump(function):
     assert relative_error(got[1:], expected[1:]) < 0.2
 
 
-def test_bounds_hold_where_large_numbers_cancel_in_bfloat16():
+def test_bounds_hold_if_large_numbers_cancel_in_bfloat16():
     def of(ws, x):
         return (jnp.maximum(x @ ws[0], 0.0) + 1000.0 - 1000.0) @ ws[1] @ ws[2]
 
     x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])  # 2.4, which becomes 4
     assert bool(jnp.isfinite(jmp.autocast(of, F8)(ws, x)).all())
-
-
-def test_custom_derivatives_between_float8_products_have_their_maxima():
-    for function in (jax.nn.mish, jax.nn.log_sigmoid):  # their softplus is a custom_jvp
-        fun = jmp.autocast(gated_loss(lambda ws, x, f=function: f(x @ ws[0])), F8)
-        assert maxima(fun, WIDE, X) > 0
 
 
 def test_cotangents_of_what_examples_of_a_vmap_share_add_up_within_their_bound():
@@ -418,28 +413,6 @@ def test_bounds_are_found_while_transfers_to_devices_are_disallowed():
 
     with jax.transfer_guard("disallow"):
         assert jax.eval_shape(jmp.autocast(of, F8), WIDE, X).shape == ()
-
-
-@pytest.mark.parametrize("name", ["exp", "square", "roll", "mask", "output"])
-def test_what_has_no_good_bound_has_its_maximum(name):
-    functions = {
-        "exp": jnp.exp,
-        "square": jnp.square,
-        "roll": lambda h: h + jnp.roll(h, 1, 0),
-        "mask": lambda h: h * (jnp.arange(64)[None] > 8),
-        "output": jnp.tanh,
-    }
-
-    def of(ws, x):
-        h = x @ ws[0] / 8
-        return jnp.mean(((functions[name](h) @ ws[1]) @ ws[2]) ** 2), h
-
-    is_output = name == "output"
-    gradient = gradient_of(jmp.autocast(of, F8), has_aux=True)
-    assert maxima(gradient, WIDE, X) > 0
-    expected, _ = gradient_of(of, has_aux=True)(WIDE, X)
-    assert relative_error(gradient(WIDE, X)[0], expected) < 0.15
-    assert is_output or maxima(jax.grad(jmp.autocast(lambda *a: of(*a)[0], F8)), WIDE, X) > 0
 
 
 def test_a_loss_scale_sees_an_overflow_behind_a_float8_product():
@@ -619,44 +592,16 @@ def test_a_custom_jvp_whose_rule_multiplies_keeps_bfloat16():
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_devices_of_a_shard_map_share_scales(check_vma):
-    x = X.at[0, 0].set(50.0)
-
-    def mean_gradient(ws, x):
-        fun = jmp.autocast(loss, F8)
-        if check_vma:
-            value, grads = jax.value_and_grad(lambda ws: lax.pmean(fun(ws, x), "d"))(ws)
-            return value, grads
-        value, grads = jax.value_and_grad(fun)(ws, x)
-        return lax.pmean((value, grads), "d")
-
-    mapped = jax.shard_map(
-        mean_gradient, mesh=MESH, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma
-    )
-    value, grads = jax.jit(mapped)(W, x)
-    whole, expected = jax.value_and_grad(jmp.autocast(loss, F8))(W, x)
-    # The same scales: the same float8 numbers, added up in another order.
-    np.testing.assert_allclose(value, whole, rtol=4e-3)
-    assert relative_error(grads, expected) < 0.03
-
-
-SHARED = {
-    "linear": lambda ws, x: x @ ws[0],
-    "gelu": lambda ws, x: jax.nn.gelu(x @ ws[0] + BIAS[None]),
-    "swiglu": lambda ws, x: jax.nn.silu(x @ ws[0]) * (x @ ws[1].T),
-}
-
-
 def all_shared(ws, x):
-    """One loss of all three, and the residual model of docs/float8.md."""
+    """One loss of a product, a gelu, a gate, and the residual model of docs/float8.md."""
     y = x + jax.nn.gelu(x @ ws[0]) @ ws[1]
     total = jnp.mean(((y @ ws[0]) @ ws[1]) ** 2)
-    return total + sum(gated_loss(layer)(ws, x) for layer in SHARED.values())
+    layers = (lambda h, _: h, lambda h, _: jax.nn.gelu(h + BIAS[None]), BOUNDED["gate"])
+    return total + sum(only_loss(loss_behind(layer))(ws, x) for layer in layers)
 
 
 def of_eight_devices():
-    return jnp.concatenate([X, *[X / 4] * 7])  # what the devices hold differs in size
+    return jnp.concatenate([X, *[X / 3] * 7])  # a scale of its own rounds otherwise
 
 
 @functools.cache
@@ -673,22 +618,11 @@ def gradients_of_one(policy):
 )  # fmt: skip
 @pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
 def test_devices_that_share_parameters_have_the_gradients_of_one(
-    policy, place, recomputes, check_vma, monkeypatch
+    policy, place, recomputes, check_vma
 ):
     x = of_eight_devices()
     of = jax.checkpoint(all_shared) if recomputes else all_shared
     exact, one = gradients_of_one(policy)
-    seen = []
-
-    def poisoned(array, dtype, largest):
-        """Rounds as `rounded`; where devices disagree on the largest number, all is NaN."""
-        seen.append(largest)
-        if "d" in varying_axes(largest) or not check_vma:  # or its type says that they agree
-            agree = lax.pmax(largest, "d") == -lax.pmax(-largest, "d")
-            largest = jnp.where(agree, largest, jnp.nan)
-        return round_to_float8(array, dtype, largest)
-
-    monkeypatch.setattr(_arithmetic, "round_to_float8", poisoned)
     inside = jmp.autocast(of, policy) if place != "outside" else of
 
     def mean(ws, x):
@@ -709,19 +643,19 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
     if place == "outside":
         step = jax.grad(jmp.autocast(mapped, policy))
     got = jax.jit(step)(WIDE, x)
-    assert len(seen) > 15
     assert relative_error(got, one) < 0.02
     assert relative_error(one, exact) < 0.15 and relative_error(got, exact) < 0.15
 
 
-def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(monkeypatch):
-    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 32 * 16 * 16)
-    places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
-    of_shards = jax.shard_map(mlp, mesh=MESH, **places)
-    assert rows(loss, W, X)[0][0] == "float8_e4m3fn"
-    ((dtype, why), *_) = rows(of_shards, W, X)
+def test_in_a_shard_map_the_parts_of_one_device_decide_what_is_float8(small_is_float8):
+    small_is_float8.close()
+    ws = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 3
+    x, eight = (jax.ShapeDtypeStruct((n * 4096, 256), jnp.float32) for n in (1, 8))
+    of_shards = jax.shard_map(mlp, mesh=MESH, in_specs=(P(), P("d")), out_specs=P("d"))
+    assert rows(loss, ws, x)[0][0] == "float8_e4m3fn"
+    ((dtype, why), *_) = rows(of_shards, ws, x)
     assert dtype == "bfloat16" and "it is small" in why
-    assert rows(of_shards, W, jnp.concatenate([X] * 8))[0][0] == "float8_e4m3fn"
+    assert rows(of_shards, ws, eight)[0][0] == "float8_e4m3fn"
 
 
 def test_devices_under_jit_share_scales():
@@ -953,8 +887,8 @@ def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     assert (row.operation, row.size) == ("dot_general in float8", X.size)
     cotangent = jax.grad(jmp.autocast(of, F8), 2)(W, X, jnp.zeros_like(X))
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        half = cotangent.astype(jnp.bfloat16)
-        back = np.asarray(round_to_float8(half, dtype, jnp.max(jnp.abs(half))).numbers)
+        largest = float(jnp.finfo(dtype).max) / jnp.max(jnp.abs(cotangent))
+        back = np.asarray((cotangent * largest).astype(dtype))
         normal = float(jnp.finfo(dtype).smallest_normal)
         zeros = np.mean(back == 0)
         subnormal = np.mean((back != 0) & (abs(back.astype(np.float32)) < normal))
@@ -970,7 +904,7 @@ def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     assert plain.float8_cotangents == [] and "float8" not in str(plain)
 
 
-def test_gradients_are_held_in_what_was_measured():
-    assert GRADIENTS == jnp.float8_e4m3fn
-    seen = operands_in_float8(jax.grad(jmp.autocast(loss, F8)), W, X)
-    assert seen == 2 * 2 + 2
+def test_gradients_are_held_in_float8_e4m3fn_as_was_measured():
+    casts = equations_of(jax.grad(jmp.autocast(loss, F8)), W, X)
+    dtypes = [str(cast.params.get("new_dtype")) for cast in casts]
+    assert [name for name in dtypes if "float8" in name] == ["float8_e4m3fn"] * (2 * 2 + 2)

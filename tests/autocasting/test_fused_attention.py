@@ -17,25 +17,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as nnx_adapter
 from testbed import position_cases
 from testbed.machines.gpus import as_if_cudnn
-from tests.autocasting.attentions import attentions
+from tests.autocasting.attentions import (
+    LOWEST,
+    attentions,
+    flax_attention,
+    normal,
+    one_head_of_keys,
+    repeated_heads,
+    scores,
+    squares,
+    transformed,
+    weigh,
+    with_mask_of_keys,
+)
 from tests.commands import in_full
 from tests.errors import relative_error
 
 LENGTH = 14
-LOWEST = float(np.finfo(np.float32).min)
 attention_of_jax = jax.nn.dot_product_attention
-either = jax.lax.platform_dependent
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 Q, K, V = (normal(i, 2, LENGTH, heads, 8) for i, heads in enumerate((4, 2, 2)))
@@ -45,21 +50,9 @@ PADDING = jnp.arange(LENGTH)[None] < jnp.array([LENGTH, 9])[:, None]
 EMPTY = PADDING.at[1].set(False)  # an example without a key
 
 
-def scores(q, k, scale=0.35):
-    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
-
-
-def weigh(weights, v):
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-
-
 def softmax_by_hand(x):
     powers = jnp.exp(x - x.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
-
-
-def flax_attention(params, x, mask=None):
-    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=mask)
 
 
 def haiku_attention(x):
@@ -76,16 +69,6 @@ NNX = nnx.split(nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0)
 def equinox_attention(params, x):
     module = eqx.combine(params, EQUINOX[1])
     return jax.vmap(lambda row: module(row, row, row, mask=jnp.asarray(CAUSAL)))(x)
-
-
-def repeated_heads(q, k, v):
-    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
-    return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], scores(q, k), -1e9)), v)
-
-
-def one_head_of_keys(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 3)
-    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
 
 
 def heads_first(q, k, v):
@@ -140,9 +123,7 @@ FOUND = {
     "jax.nn, learned bias": (
         lambda q, k, v, bias: attention_of_jax(q, k, v, bias),
         (Q, K, V, normal(9, 1, 4, LENGTH, LENGTH)), ()),
-    "jax.nn, mask": (
-        lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask[:, None, None]),
-        (Q, K, V), (PADDING,)),
+    "jax.nn, mask": (with_mask_of_keys, (Q, K, V), (PADDING,)),
     "heads repeated": (repeated_heads, (Q, K, V), ()),
     "one head of keys": (one_head_of_keys, (Q, K, V), ()),
     "heads first, a softmax by hand, -inf": (heads_first, (Q, K, V), ()),
@@ -157,8 +138,7 @@ FOUND = {
     "an odd length": (attention_of_jax, (Q[:, :7], K[:, :7], V[:, :7]), ()),
     "an odd length, causal": (jax_attention, (Q[:, :7], K[:, :7], V[:, :7]), ()),
     "an odd number of keys, padded": (
-        lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask[:, None, None]),
-        (Q, K[:, :7], V[:, :7]), (PADDING[:, :7].at[:, 5:].set(False),)),
+        with_mask_of_keys, (Q, K[:, :7], V[:, :7]), (PADDING[:, :7].at[:, 5:].set(False),)),
 }  # fmt: skip
 
 
@@ -233,14 +213,9 @@ def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window
 
 
 def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
-    (step,), _ = attentions(*mask_of_keys())
+    (step,), _ = attentions(with_mask_of_keys, Q, K, V, PADDING)
     (mask,) = step.lowering.form.masking.masks
     assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
-
-
-def mask_of_keys():
-    masked = lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask[:, None, None])
-    return masked, Q, K, V, PADDING
 
 
 @pytest.mark.parametrize("is_added", [False, True], ids=["chosen", "added"])
@@ -248,9 +223,7 @@ def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_
     if is_added:
         function = added_mask
     else:
-        function = lambda q, k, v, mask: attention_of_jax(
-            q[:, :, :2], k, v, mask=mask[:, None, None]
-        )
+        function = lambda q, k, v, mask: with_mask_of_keys(q[:, :, :2], k, v, mask)
     fused = jmp.autocast(function, "mixed_float16", attention="fused")
 
     @jax.jit
@@ -442,59 +415,19 @@ def test_without_cudnn_the_program_is_the_plain_one():
 
 # Under the transformations of JAX.
 
-fused_attention = jmp.autocast(jax_attention, "mixed_float16", attention="fused")
-
-
-def loss(q, k, v):
-    return (fused_attention(q, k, v) ** 2).sum()
+fuses = functools.partial(jmp.autocast, policy="mixed_float16", attention="fused")
+fused_attention = fuses(jax_attention)
+loss = squares(fused_attention)
+STACKED = [jnp.stack([x, x]) for x in (Q, K, V)]
 
 
 def loss_of_odd(q, k, v):
-    odd = jmp.autocast(attention_of_jax, "mixed_float16", attention="fused")
-    return (odd(q[:, :7], k[:, :7], v[:, :7]) ** 2).sum()
+    return squares(fuses(attention_of_jax))(q[:, :7], k[:, :7], v[:, :7])
 
 
-fused_masks = jmp.autocast(mask_of_keys()[0], "mixed_float16", attention="fused")
-
-
-def turns(x):
-    body = lambda carry, w: (carry + jax_attention(carry @ w, carry, carry), None)
-    return (jax.lax.scan(body, x, jnp.ones((3, 8, 8)))[0] ** 2).sum()
-
-
-def sharded(run):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices("cpu")[:4])
-    axes = P("batch", None, "heads")
-    return jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=axes)
-
-
-def squares(run):
-    return lambda *args: (run(*args) ** 2).sum()
-
-
-STACKED = [jnp.stack([x, x]) for x in (Q, K, V)]
-TRANSFORMED = {
-    "grad": (jax.grad(loss), (Q, K, V), 2),
-    "value": (fused_attention, (Q, K, V), 1),
-    "vmap of grad": (jax.vmap(jax.grad(loss)), STACKED, 2),
-    "vmap of queries alone": (jax.vmap(jax.grad(loss), (0, None, None)), (STACKED[0], K, V), 2),
-    "vmap of an odd length": (jax.vmap(jax.grad(loss_of_odd)), STACKED, 2),
-    "vmap of masks": (
-        jax.vmap(jax.grad(lambda *args: (fused_masks(*args) ** 2).sum())),
-        (*STACKED, jnp.stack([PADDING, EMPTY])), 2),
-    "grad of vmap": (jax.grad(squares(jax.vmap(fused_attention))), STACKED, 2),
-    "checkpoint outside": (jax.grad(jax.checkpoint(loss)), (Q, K, V), 2),
-    "checkpoint inside": (
-        jax.grad(squares(
-            jmp.autocast(jax.checkpoint(jax_attention), "mixed_float16", attention="fused"))),
-        (Q, K, V), 3),
-    "scan": (jax.grad(jmp.autocast(turns, "mixed_float16", attention="fused")), (Q,), 2),
-    "shard_map outside": (jax.grad(squares(sharded(fused_attention))), (Q, K, V), 2),
-    "shard_map inside": (
-        jax.grad(squares(jmp.autocast(sharded(jax_attention), "mixed_float16", attention="fused"))),
-        (Q, K, V), 2),
-}  # fmt: skip
+TRANSFORMED = transformed(fuses, jax_attention, (Q, K, V), (PADDING, EMPTY), 2, True) | {
+    "vmap of an odd length": (jax.vmap(jax.grad(loss_of_odd)), STACKED, 2)
+}
 
 
 @pytest.mark.parametrize(("function", "args", "kernels"), in_full(TRANSFORMED, one_of=2))
@@ -504,29 +437,26 @@ def test_kernels_are_there_under_every_transformation(function, args, kernels):
         assert lowered.as_text().count("__cudnn$fmha") == kernels
 
 
+FUSED = {"policy": "mixed_float16", "attention": "fused"}
+
+
 def in_linen():
-    apply = linen.autocast(
-        nn.MultiHeadDotProductAttention(4).apply, "mixed_float16", attention="fused"
-    )
+    apply = linen.autocast(nn.MultiHeadDotProductAttention(4).apply, **FUSED)
     return apply, (FLAX, X, X)
 
 
 def in_nnx():
-    module = nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0))
-    lowered = nnx_adapter.autocast(module, "mixed_float16", attention="fused")
+    lowered = nnx_adapter.autocast(nnx.merge(*NNX), **FUSED)
     return lambda x: lowered(x), (X,)
 
 
 def in_equinox():
-    module = eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(1))
-    run = lambda module, x: module(x, x, x)
-    lowered = equinox.autocast(run, "mixed_float16", attention="fused")
-    return functools.partial(lowered, module), (X[0],)
+    lowered = equinox.autocast(lambda module, x: module(x, x, x), **FUSED)
+    return functools.partial(lowered, eqx.combine(*EQUINOX)), (X[0],)
 
 
 def in_haiku():
-    lowered = haiku.autocast(HAIKU, "mixed_float16", attention="fused")
-    return lowered.apply, (HAIKU.init(jax.random.key(0), X), X)
+    return haiku.autocast(HAIKU, **FUSED).apply, (HAIKU.init(jax.random.key(0), X), X)
 
 
 @pytest.mark.parametrize("make", [in_linen, in_nnx, in_equinox, in_haiku])

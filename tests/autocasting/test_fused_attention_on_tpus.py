@@ -19,18 +19,25 @@ import jmp
 from jmp.autocasting.attention import _pallas
 from testbed.machines.gpus import as_if_cudnn
 from testbed.machines.tpus import compile_for_tpu
-from tests.autocasting.attentions import attentions
+from tests.autocasting.attentions import (
+    LOWEST,
+    attentions,
+    flax_attention,
+    mesh_of_four,
+    normal,
+    one_head_of_keys,
+    repeated_heads,
+    scores,
+    sharded,
+    squares,
+    transformed,
+    weigh,
+)
 from tests.commands import in_full
 from tests.errors import relative_error
 
 LENGTH = 256
-LOWEST = float(np.finfo(np.float32).min)
 attention_of_jax = jax.nn.dot_product_attention
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
 
 Q, K, V = (normal(i, 2, LENGTH, heads, 16) for i, heads in enumerate((4, 2, 2)))
 TWO_HEADS = Q[:, :, :2]
@@ -40,18 +47,6 @@ PADDING = jnp.arange(LENGTH)[None] < jnp.array([LENGTH, 90])[:, None]
 LEFT_PADDING = PADDING[:, ::-1]  # the first rows see no key before theirs
 EMPTY = PADDING.at[1].set(False)  # an example without a key
 PREFIX = CAUSAL | (np.arange(LENGTH) < 100)[None]  # of a language model that sees all of its prompt
-
-
-def scores(q, k, scale=0.25):
-    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
-
-
-def weigh(weights, v):
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-
-
-def flax_attention(params, x, mask=None):
-    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=mask)
 
 
 def flax_causal_and_padded(params, x, pad):
@@ -79,16 +74,6 @@ def padded(q, k, v, pad, scale=0.25, mask=CAUSAL | ~CAUSAL):
 
 def of_heads(q, k, v, pad):
     return attention_of_jax(q, k, v, mask=pad[:, None, None], is_causal=True)
-
-
-def repeated_heads(q, k, v):
-    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
-    return masked(CAUSAL)(q, k, v)
-
-
-def one_head_of_keys(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 4)
-    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
 
 
 def own_mask_of_each_head(q, k, v):
@@ -258,54 +243,15 @@ def test_masks_that_are_joined_are_told_apart(combined):
 # Under the transformations of JAX.
 
 fused_attention = on_tpu(causal)
-fused_masks = on_tpu(padded)
-
-
-def squares(run):
-    return lambda *args: (run(*args) ** 2).sum()
-
-
-def turns(x):
-    body = lambda carry, w: (carry + causal(carry @ w, carry, carry), None)
-    return (jax.lax.scan(body, x, jnp.ones((3, 16, 16)))[0] ** 2).sum()
-
-
-def mesh():
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((2, 2), ("batch", "heads"), auto, devices=jax.devices()[:4])
-
-
-def sharded(run, check_vma=False):
-    axes = P("batch", None, "heads")
-    return jax.shard_map(run, mesh=mesh(), in_specs=axes, out_specs=axes, check_vma=check_vma)
-
-
-def placed(*arrays):
-    sharding = NamedSharding(mesh(), P("batch", None, "heads"))
-    return tuple(jax.device_put(array, sharding) for array in arrays)
-
-
-STACKED = [jnp.stack([x, x]) for x in (TWO_HEADS, K, V)]
-TRANSFORMED = {
-    "value": (fused_attention, (TWO_HEADS, K, V), 1),
-    "grad": (jax.grad(squares(fused_attention)), (TWO_HEADS, K, V), 3),
+PLACED = [
+    jax.device_put(array, NamedSharding(mesh_of_four(), P("batch", None, "heads")))
+    for array in (TWO_HEADS, K, V)
+]
+TRANSFORMED = transformed(on_tpu, causal, (TWO_HEADS, K, V), (PADDING, EMPTY), 3, False) | {
     "grad, scores multiplied": (
         jax.grad(squares(on_tpu(functools.partial(causal, scale=0.3)))), (TWO_HEADS, K, V), 3),
-    "vmap of grad": (jax.vmap(jax.grad(squares(fused_attention))), STACKED, 3),
-    "vmap of queries alone": (
-        jax.vmap(jax.grad(squares(fused_attention)), (0, None, None)), (STACKED[0], K, V), 3),
-    "vmap of masks": (
-        jax.vmap(jax.grad(squares(fused_masks))), (*STACKED, jnp.stack([PADDING, EMPTY])), 3),
-    "grad of vmap": (jax.grad(squares(jax.vmap(fused_attention))), STACKED, 3),
-    "checkpoint outside": (
-        jax.grad(jax.checkpoint(squares(fused_attention))), (TWO_HEADS, K, V), 3),
-    "checkpoint inside": (
-        jax.grad(squares(on_tpu(jax.checkpoint(causal)))), (TWO_HEADS, K, V), 4),
-    "scan": (jax.grad(on_tpu(turns)), (TWO_HEADS,), 3),
-    "shard_map outside": (jax.grad(squares(sharded(fused_attention))), (TWO_HEADS, K, V), 3),
-    "shard_map inside": (jax.grad(squares(on_tpu(sharded(causal)))), (TWO_HEADS, K, V), 3),
     # XLA cannot divide these, and there JAX refuses its own kernels: they stay plain.
-    "on a mesh": (jax.grad(squares(fused_attention)), placed(TWO_HEADS, K, V), 0),
+    "on a mesh": (jax.grad(squares(fused_attention)), PLACED, 0),
     "checked shard_map outside": (
         jax.grad(squares(sharded(fused_attention, True))), (TWO_HEADS, K, V), 0),
     "checked shard_map inside": (

@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jmp
+from tests.errors import relative_error
 from tests.products import equations_of
 
 W = jax.random.normal(jax.random.key(0), (64, 64)) / 8
@@ -49,10 +50,11 @@ def block(island, place, x, w):
     return PLACES[place](ISLANDS[island], x @ w) @ w
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("island", ISLANDS)
-def test_a_name_beside_an_island_is_half(island, place, half):
+def test_a_name_beside_an_island_is_half(island, place):
+    turn = list(ISLANDS).index(island) + list(PLACES).index(place)
+    half = ("float16", "bfloat16")[turn % 2]
     lowered = jmp.autocast(lambda x, w: block(island, place, x, w).sum(), f"mixed_{half}")
     marked = [e for e in equations_of(lowered, X, W) if e.primitive.name == "name"]
     assert {str(e.outvars[0].aval.dtype) for e in marked} == {half}
@@ -73,5 +75,4 @@ def test_what_a_policy_keeps_by_name_is_half(policy):
     kept = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.shape == X.shape]
     # The input of the whole and what the loss squares are float32, all others of this shape half.
     assert sum(leaf.dtype == jnp.float32 for leaf in kept) <= 2 < len(kept) - 2
-    gradient, expected = jax.grad(lowered)(W, X), jax.grad(loss)(W, X)
-    assert jnp.linalg.norm(gradient - expected) < 0.03 * jnp.linalg.norm(expected)
+    assert relative_error(jax.grad(lowered)(W, X), jax.grad(loss)(W, X)) < 0.03

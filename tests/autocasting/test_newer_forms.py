@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 
 import jmp
 from jmp import _jax_compat
+from tests.errors import largest_error
 from tests.products import product_dtypes
 
 KEYS = jax.random.split(jax.random.key(5), 3)
@@ -33,11 +34,6 @@ def flag(request):
 
 def under(name):
     return pytest.mark.parametrize("flag", [name], indirect=True)
-
-
-def error(ours, exact):
-    difference = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, exact)
-    return max(jax.tree.leaves(difference))
 
 
 @jax.custom_vjp
@@ -98,7 +94,7 @@ def test_products_in_a_remat_are_half(flag, name, half):
     assert set(product_dtypes(lowered, W, X)) == {half}
     assert set(product_dtypes(jax.grad(lowered, (0, 1)), W, X)) == {half}
     ours, exact = (jax.grad(f, (0, 1))(W, X) for f in (lowered, REMATS[name]))
-    assert error(ours, exact) < 8 * jnp.finfo(half).eps
+    assert largest_error(ours, exact) < 8 * jnp.finfo(half).eps
 
 
 @under("jax_remat3")
@@ -117,7 +113,7 @@ def test_what_is_kept_by_its_name_is_half(flag):
     text = str(jax.make_jaxpr(jmp.autocast(with_names, "mixed_float16"))(W, X))
     assert re.findall(r"(\w+)\[8,16\] = .*CheckpointName\[", text) == ["f16"]
     gradient = jax.jit(jax.grad(jmp.autocast(with_names, "mixed_float16"), (0, 1)))
-    assert error(gradient(W, X), jax.grad(with_names, (0, 1))(W, X)) < 0.01
+    assert largest_error(gradient(W, X), jax.grad(with_names, (0, 1))(W, X)) < 0.01
 
 
 @under("jax_custom_jvp3")
@@ -126,7 +122,7 @@ def test_custom_jvps_are_planned_as_in_the_older_form(flag, half):
     lowered = jmp.autocast(with_custom_jvp, f"mixed_{half}")
     newer = str(jax.make_jaxpr(lowered)(W, X)).count(half)
     ours, exact = (jax.grad(f, (0, 1))(W, X) for f in (lowered, with_custom_jvp))
-    assert error(ours, exact) < 8 * jnp.finfo(half).eps
+    assert largest_error(ours, exact) < 8 * jnp.finfo(half).eps
     jax.config.update(flag, False)
     again = jmp.autocast(lambda w, x: with_custom_jvp(w, x), f"mixed_{half}")
     assert str(jax.make_jaxpr(again)(W, X)).count(half) <= newer + 2
@@ -140,7 +136,7 @@ def test_custom_vjps_run_as_written_unless_they_are_gone_into(flag, half):
     inside = jmp.autocast(with_custom_vjp, f"mixed_{half}", inside_custom_vjp=True)
     for fun in (as_written, inside):
         ours, exact = (jax.grad(f, (0, 1))(W, X) for f in (fun, with_custom_vjp))
-        assert error(ours, exact) < 8 * jnp.finfo(half).eps
+        assert largest_error(ours, exact) < 8 * jnp.finfo(half).eps
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="it runs no matrix products yet")

@@ -24,6 +24,10 @@ W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (24, 16))
 
 
+HALF, WIDE = "mixed_float16", "mixed_float16,r=f32"
+both_policies = pytest.mark.parametrize("policy", [HALF, WIDE])
+
+
 def gather(w):
     return lax.all_gather(w, "d", tiled=True)
 
@@ -70,12 +74,12 @@ TO_PRODUCTS = {
 
 @pytest.mark.parametrize("fun", TO_PRODUCTS.values(), ids=TO_PRODUCTS)
 def test_what_products_alone_read_is_rounded_before_it_is_sent(fun):
-    autocast = jmp.autocast(in_shard_map(lambda w, x: fun(gather(w), x)), "mixed_float16")
+    autocast = jmp.autocast(in_shard_map(lambda w, x: fun(gather(w), x)), HALF)
     assert dtypes_sent(autocast, W, X) == {"float16"}
 
 
 # The error over one device's. Seven half sums more round; with float32 sums nothing does.
-ALLOWED = {"mixed_float16": 1.4, "mixed_float16,r=f32": 1.0001}
+ALLOWED = {HALF: 1.4, WIDE: 1.0001}
 
 SENDERS = {
     "all_gather": gather,
@@ -87,7 +91,7 @@ SENDERS = {
 @pytest.mark.parametrize("send", SENDERS.values(), ids=SENDERS)
 def test_whatever_sends_it(send):
     fun = in_shard_map(lambda w, x: loss(send(w), x))
-    autocast = jmp.autocast(fun, "mixed_float16")
+    autocast = jmp.autocast(fun, HALF)
     assert dtypes_sent(autocast, W, X) == {"float16"}
     gradient, true = (jax.jit(jax.grad(f))(W, X) for f in (autocast, fun))
     assert relative_error(gradient, true) < 3e-3
@@ -109,11 +113,11 @@ OTHERS = {
 
 @pytest.mark.parametrize("fun", OTHERS.values(), ids=OTHERS)
 def test_what_anything_else_reads_is_sent_as_it_is(fun):
-    autocast = jmp.autocast(in_shard_map(lambda w, x: fun(gather(w), x)), "mixed_float16")
+    autocast = jmp.autocast(in_shard_map(lambda w, x: fun(gather(w), x)), HALF)
     assert dtypes_sent(autocast, W, X) == {"float32"}
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+@both_policies
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_eight_devices_compute_what_one_computes(policy, check_vma):
     whole = jax.jit(jax.value_and_grad(jmp.autocast(loss, policy)))(W, X)
@@ -134,7 +138,7 @@ def test_eight_devices_compute_what_one_computes(policy, check_vma):
     assert relative_error(gradient, true) < ALLOWED[policy] * relative_error(whole[1], true)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+@both_policies
 def test_explicit_axes_compute_what_one_device_computes(policy):
     def fun(w, x):
         return loss(jax.sharding.reshard(w, P()), x)
@@ -156,14 +160,14 @@ def test_a_table_on_a_mesh_is_rounded_before_the_lookup_and_its_gradient_adds_up
 
     table = jax.random.normal(jax.random.key(0), (16, 8))
     tokens = jnp.zeros(16384, int)  # so many equal rows: a half sum stops at 2048 ones
-    autocast = jmp.autocast(tied, "mixed_float16")
+    autocast = jmp.autocast(tied, HALF)
     lookups = []
     for place in (None, NamedSharding(AUTO, P())):
         given = jax.device_put(table, place), jax.device_put(tokens, place)
         text = str(jax.make_jaxpr(lambda *args: autocast(*args))(*given))
         lookups.append("custom_jvp_call" in text)
         counted = jax.grad(
-            lambda t: jmp.autocast(lambda t: 1e-3 * (t[tokens] @ t[1]).sum(), "mixed_float16")(t)
+            lambda t: jmp.autocast(lambda t: 1e-3 * (t[tokens] @ t[1]).sum(), HALF)(t)
         )
         np.testing.assert_allclose(counted(given[0])[0], 16.384 * table[1], rtol=2e-3)
     assert lookups == [False, True]
@@ -208,7 +212,7 @@ TABLE, COLUMN = jax.random.normal(jax.random.key(0), (32, 8)), jnp.linspace(0.5,
 PLACED = jax.device_put((TABLE, COLUMN), WHOLE)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+@both_policies
 @pytest.mark.parametrize("case", IN_PARTS)
 def test_rows_that_a_constraint_divides_are_added_up_by_each_device_on_its_own(case, policy):
     tokens = jax.device_put(jnp.zeros((16, 32), int), ROWS)
@@ -218,14 +222,14 @@ def test_rows_that_a_constraint_divides_are_added_up_by_each_device_on_its_own(c
         if equation.primitive.name == "scatter-add"
     ]
     assert {v.dtype for v in sums} == {jnp.dtype(jnp.float32)}
-    count = IN_PARTS[case][-1] if policy == "mixed_float16" else None
+    count = IN_PARTS[case][-1] if policy == HALF else None
     assert {v.shape[0] for v in sums if v.shape[0] in (4, 8) and v.ndim == 3} == {count} - {None}
 
 
 @pytest.mark.parametrize("case", ["a constraint", "one axis of two", "nothing"])
 def test_equal_rows_of_eight_devices_add_up(case):
     tokens = jax.device_put(jnp.zeros((16, 8192), int), ROWS)  # 16384 on each; in half 2048 count
-    gradient = jax.jit(jax.grad(of_lookup(case, "mixed_float16")))(*PLACED, tokens)
+    gradient = jax.jit(jax.grad(of_lookup(case, HALF)))(*PLACED, tokens)
     np.testing.assert_allclose(gradient[0], 131.072 * COLUMN[:, 0], rtol=2e-3)
     assert not gradient[1:].any()
 
@@ -244,9 +248,7 @@ def test_rows_in_parts_under_every_transformation():
 
 
 def test_a_constraint_on_a_parameter_that_was_not_placed_yet_sends_it_in_half():
-    sent = jmp.autocast(
-        lambda w, x: loss(lax.with_sharding_constraint(w, WHOLE), x), "mixed_float16"
-    )
+    sent = jmp.autocast(lambda w, x: loss(lax.with_sharding_constraint(w, WHOLE), x), HALF)
     equations = jax.make_jaxpr(sent)(W, X).jaxpr.eqns
     (constraint,) = (e for e in equations if e.primitive.name == "sharding_constraint")
     assert constraint.invars[0].aval.dtype == jnp.float16
@@ -255,7 +257,7 @@ def test_a_constraint_on_a_parameter_that_was_not_placed_yet_sends_it_in_half():
 def test_what_the_user_asks_for_in_float32_is_sent_in_float32():
     fun = in_shard_map(lambda w, x: loss(gather(w).T, x))
     for name in ("all_gather", "transpose"):
-        autocast = jmp.autocast(fun, "mixed_float16", full=[name])
+        autocast = jmp.autocast(fun, HALF, full=[name])
         assert dtypes_sent(autocast, W, X) == {"float32"}
 
 
@@ -265,10 +267,10 @@ def test_what_is_returned_too_is_sent_as_it_is():
         return loss(w, x), w
 
     w = W + 2.0**-20  # which float16 does not hold
-    np.testing.assert_array_equal(jmp.autocast(fun, "mixed_float16")(w, X)[1], w)
+    np.testing.assert_array_equal(jmp.autocast(fun, HALF)(w, X)[1], w)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float16,r=f32"])
+@both_policies
 def test_rows_of_a_table_along_explicit_axes_are_looked_up_along_automatic_ones(policy):
     def tied(table, tokens):
         table = jax.sharding.reshard(table, P())
@@ -292,21 +294,18 @@ def test_partial_sums_that_cancel_between_devices_are_finite_with_float32_reduct
     x = jax.device_put(x[jnp.argsort(jnp.arange(32) % 2)], ROWS)
     w = jax.device_put(jnp.ones((8, 4)), WHOLE)
     fun = lambda w, x: (x @ w).sum()
-    plain = jax.jit(jax.grad(jmp.autocast(fun, "mixed_float16")))(w, x)
-    wide = jax.jit(jax.grad(jmp.autocast(fun, "mixed_float16,r=f32")))(w, x)
+    plain = jax.jit(jax.grad(jmp.autocast(fun, HALF)))(w, x)
+    wide = jax.jit(jax.grad(jmp.autocast(fun, WIDE)))(w, x)
     assert not np.isfinite(plain).all()
     np.testing.assert_array_equal(wide, 0)
 
 
 def test_float32_gradients_come_from_half_operands():
-    wide = jax.grad(jmp.autocast(loss, "mixed_float16,r=f32"), (0, 1))
+    wide = jax.grad(jmp.autocast(loss, WIDE), (0, 1))
     products = [e for e in equations_of(wide, W, X) if e.primitive is lax.dot_general_p]
     assert {str(v.aval.dtype) for e in products for v in e.invars} == {"float16"}
-    assert sorted(str(e.params["preferred_element_type"]) for e in products) == [
-        "float16",
-        "float32",
-        "float32",
-    ]
+    found = sorted(str(e.params["preferred_element_type"]) for e in products)
+    assert found == ["float16", "float32", "float32"]
 
 
 WAYS = {
@@ -323,8 +322,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_float32_gradients_under_every_transformation(way):
     true = way(jax.grad(loss))
-    plain = way(jax.grad(jmp.autocast(loss, "mixed_float16")))
-    wide = way(jax.grad(jmp.autocast(loss, "mixed_float16,r=f32")))
+    plain = way(jax.grad(jmp.autocast(loss, HALF)))
+    wide = way(jax.grad(jmp.autocast(loss, WIDE)))
     assert wide.dtype == jnp.float32
     assert relative_error(wide, true) < max(1.2 * relative_error(plain, true), 1e-3)
 
@@ -344,9 +343,7 @@ def test_float32_gradients_inside_loops_and_remat(fun):
     # Gradients of 2**-26 each, below float16: half ones are zero.
     small = lambda w, x: 2.0**-20 * fun(w, x)
     true = jax.grad(small)(W, X)
-    wide = jax.jit(
-        jax.grad(jmp.autocast(lambda w, x: 2.0**20 * small(w, x), "mixed_float16,r=f32"))
-    )
+    wide = jax.jit(jax.grad(jmp.autocast(lambda w, x: 2.0**20 * small(w, x), WIDE)))
     assert relative_error(2.0**-20 * wide(W, X), true) < 3e-3
 
 
@@ -363,11 +360,11 @@ def test_the_policy_of_a_remat_sees_what_it_keeps_with_float32_reduction(policy)
         text = str(jax.make_jaxpr(jax.grad(jmp.autocast(remat, reduction), (0, 1)))(W, X))
         return text.count("= dot_general["), text.count("= all_gather[")
 
-    assert count("mixed_float16,r=f32") == count("mixed_float16")
+    assert count(WIDE) == count(HALF)
 
 
 def test_the_gradient_report_counts_activations_with_float32_reduction():
-    report = jmp.diagnostics.gradient_report(loss, "mixed_float16,r=f32")(W, X)
+    report = jmp.diagnostics.gradient_report(loss, WIDE)(W, X)
     assert {row.role for row in report.rows} >= {"activation", "activation gradient"}
 
 
@@ -375,15 +372,12 @@ def test_the_second_derivative_of_a_loop_with_float32_reduction():
     def derivative(fun):
         return jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(fun)(w, x), (w,), (w,))[1])(W, X)
 
-    wide = derivative(jmp.autocast(scanned, "mixed_float16,r=f32"))
+    wide = derivative(jmp.autocast(scanned, WIDE))
     assert relative_error(wide, derivative(scanned)) < 5e-3
 
 
 def test_derivatives_forward_are_those_without_it():
-    one, other = (
-        jax.jvp(jmp.autocast(loss, policy), (W, X), (W, X))
-        for policy in ("mixed_float16", "mixed_float16,r=f32")
-    )
+    one, other = (jax.jvp(jmp.autocast(loss, policy), (W, X), (W, X)) for policy in (HALF, WIDE))
     np.testing.assert_array_equal(one, other)
 
 
@@ -392,14 +386,14 @@ def test_a_convolution_keeps_half_gradients_and_one_warning_says_so():
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME").mean()
 
     kernel, x = jnp.ones((2, 1, 3, 3)), jnp.ones((1, 1, 8, 8))
-    autocast = jmp.autocast(fun, "mixed_float16,r=f32")
+    autocast = jmp.autocast(fun, WIDE)
     with pytest.warns(jmp.HalfReductionWarning, match="1 conv_general_dilated"):
         autocast(kernel, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autocast(kernel, x[..., :4])
         fixed = lambda w, x: fun(jnp.ones((2, 1, 3, 3)), x @ w)  # no parameter of this convolution
-        jmp.autocast(fixed, "mixed_float16,r=f32")(jnp.ones((8, 8)), x)
+        jmp.autocast(fixed, WIDE)(jnp.ones((8, 8)), x)
 
 
 def test_a_rule_asks_for_float32_gradients_of_one_part():
@@ -416,17 +410,17 @@ def test_a_rule_asks_for_float32_gradients_of_one_part():
     count = lambda fun, policy, rules=(): str(
         jax.make_jaxpr(jax.grad(jmp.autocast(fun, policy, rules=rules)))(params, X)
     ).count("preferred_element_type=float32")
-    rule = [("head", "mixed_float16,r=f32")]
-    assert count(two, "mixed_float16") == 0
-    assert count(head_alone, "mixed_float16", rule) == 1
-    assert count(two, "mixed_float16", rule) == count(two, "mixed_float16,r=f32") == 2
+    rule = [("head", WIDE)]
+    assert count(two, HALF) == 0
+    assert count(head_alone, HALF, rule) == 1
+    assert count(two, HALF, rule) == count(two, WIDE) == 2
 
 
 @pytest.mark.parametrize("where", ["policy", "rule"])
 def test_a_reduction_in_another_dtype_is_refused(where):
     policy, rules = "mixed_float16,r=bf16", ()
     if where == "rule":
-        policy, rules = "mixed_float16", [("head", policy)]
+        policy, rules = HALF, [("head", policy)]
     with pytest.raises(ValueError, match="expected float32"):
         jmp.autocast(loss, policy, rules=rules)
 

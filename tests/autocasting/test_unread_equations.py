@@ -1,6 +1,5 @@
 """Equations whose results nobody reads: which stay, and in which order effects run."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 import jmp
-from jmp.autocasting import _registry, register_rule
+from jmp.autocasting import register_rule
+from tests.primitives import elementwise
 from tests.products import equations
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -23,26 +22,12 @@ HALVES = ("mixed_float16", "mixed_bfloat16")
 
 def marker(name):
     """A primitive that a program is searched for, as kfac-jax searches for layers and losses."""
-    primitive = Primitive(name)
-    primitive.def_impl(lambda x: x)
-    primitive.def_abstract_eval(lambda aval: aval)
+    primitive = elementwise(name, lambda x: x)
     ad.deflinear2(primitive, lambda cotangent, _: [cotangent])
-    batching.defvectorized(primitive)
-    mlir.register_lowering(primitive, lambda _, operand: [operand])
     return primitive
 
 
 FOUND = marker("found_by_its_name")
-
-
-def at_the_top(x, w):
-    FOUND.bind(x @ w)
-    return x @ w
-
-
-def of_a_neutral_value(x, w):
-    FOUND.bind(jnp.tanh(x))
-    return x @ w
 
 
 def in_an_island(x, w):
@@ -51,42 +36,30 @@ def in_an_island(x, w):
     return (powers / powers.sum(-1, keepdims=True)) @ w
 
 
-def in_a_jit(x, w):
-    jax.jit(FOUND.bind)(x @ w)
-    return x @ w
-
-
-def in_a_scan(x, w):
-    lax.scan(lambda carry, row: (carry, FOUND.bind(row[None] @ w)), 0.0, x)
-    return x @ w
-
-
-def in_a_remat(x, w):
-    jax.checkpoint(lambda y: FOUND.bind(jnp.sin(y @ w)) * 2)(x)
-    return x @ w
-
-
-def in_a_branch(x, w):
-    lax.cond(x.sum() > 0, FOUND.bind, jnp.sin, x @ w)
-    return x @ w
-
-
 def in_a_custom_derivative(x, w):
     function = jax.custom_jvp(lambda y: FOUND.bind(y @ w))
     function.defjvp(lambda primals, tangents: (function(*primals), tangents[0] @ w))
-    function(x)
-    return x @ w
+    return function(x)
 
 
-def of_a_read_one(x, w):
-    FOUND.bind(jnp.tanh(FOUND.bind(x @ w)))
-    return x @ w
+# What stands beside a product, which is all that is returned.
+PLACES = {
+    "at the top": lambda x, w: FOUND.bind(x @ w),
+    "of a neutral value": lambda x, w: FOUND.bind(jnp.tanh(x)),
+    "in a jit": lambda x, w: jax.jit(FOUND.bind)(x @ w),
+    "in a scan": lambda x, w: lax.scan(lambda c, row: (c, FOUND.bind(row[None] @ w)), 0.0, x),
+    "in a remat": lambda x, w: jax.checkpoint(lambda y: FOUND.bind(jnp.sin(y @ w)) * 2)(x),
+    "in a branch": lambda x, w: lax.cond(x.sum() > 0, FOUND.bind, jnp.sin, x @ w),
+    "in a custom derivative": in_a_custom_derivative,
+    "of one that is read": lambda x, w: FOUND.bind(jnp.tanh(FOUND.bind(x @ w))),
+}
 
 
-PLACES = (
-    at_the_top, of_a_neutral_value, in_an_island, in_a_jit, in_a_scan, in_a_remat, in_a_branch,
-    in_a_custom_derivative, of_a_read_one,
-)  # fmt: skip
+def beside_a_product(place):
+    return lambda x, w: (PLACES[place](x, w), x @ w)[1]
+
+
+FUNCTIONS = {"in an island": in_an_island, **{name: beside_a_product(name) for name in PLACES}}
 
 
 def count(function, name=FOUND.name):
@@ -98,7 +71,7 @@ def _one_example(batched, x, w):
     return batched(x[None], w)
 
 
-@pytest.mark.parametrize("function", PLACES)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_primitive_of_others_stays_where_nothing_reads_it(function):
     for policy in HALVES:
         ours = jmp.autocast(function, policy)
@@ -119,17 +92,14 @@ def test_what_jax_alone_would_find_is_left_out():
 
 
 def test_a_primitive_of_others_stays_though_the_user_has_given_it_a_rule():
-    name = "found_with_a_rule"
-    with contextlib.ExitStack() as stack:
-        register_rule(name, "follow", "a marker", "fusible")
-        stack.callback(_registry._RULES.pop, name)
-        found = marker(name)
+    found = marker("found_with_a_rule")
+    register_rule(found, "follow", "a marker", "fusible")
 
-        def function(x, w):
-            found.bind(jnp.exp(x @ w))
-            return jnp.exp(x @ w).sum()
+    def function(x, w):
+        found.bind(jnp.exp(x @ w))
+        return jnp.exp(x @ w).sum()
 
-        assert count(jmp.autocast(function, HALVES[0]), name) == 1
+    assert count(jmp.autocast(function, HALVES[0]), found.name) == 1
 
 
 def test_what_is_marked_is_marked_as_it_was_traced():

@@ -13,6 +13,7 @@ from testbed.machines.gpus import compile_for_h200
 from testbed.machines.training_steps import compile_step, ratios
 from testbed.models import MODELS, cross_entropy
 from tests.commands import in_full
+from tests.gates import assert_at_most
 
 # Sizes; bytes moved, temporary memory and kernels, at most, over those of the model by hand.
 GATES = [
@@ -33,10 +34,7 @@ def test_leaner_than_by_hand(h200, name, sizes, at_most):
     with jax.numpy_rank_promotion("allow"):
         by_hand = compile_step(model, "by hand", sizes)
         autocast = compile_step(model, "autocast", sizes)
-    measured = ratios(autocast, by_hand)
-    print(f"{name}: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
-    for ratio, bound in zip(measured, at_most, strict=True):
-        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    assert_at_most(f"{name}: bytes, temp, kernels", ratios(autocast, by_hand), at_most)
 
 
 def of_log_softmax(logits, labels):

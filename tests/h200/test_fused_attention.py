@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from testbed.machines.attentions import PADDING, Bert, Llama, ViT, X, step
 from testbed.machines.gpus import as_if_cudnn, compile_for_h200, facts_of_gpu
+from testbed.machines.training_steps import ratios
 from tests.commands import in_full
+from tests.gates import assert_at_most
 
 KERNEL = "__cudnn$fmha"
 
@@ -27,14 +29,7 @@ def test_scores_are_never_written(h200, module, at_most):
     by_hand = compile_for_h200(step(module(jnp.float16)), params, X, PADDING)
     fused = compile_for_h200(step(module(), attention="fused"), params, X, PADDING)
     assert fused.text.count(f'custom_call_target="{KERNEL}') == 2
-    measured = (
-        fused.bytes_moved / by_hand.bytes_moved,
-        fused.temp_bytes / by_hand.temp_bytes,
-        fused.kernels / by_hand.kernels,
-    )
-    print(f"{module.__name__}: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
-    for ratio, bound in zip(measured, at_most, strict=True):
-        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    assert_at_most(f"{module.__name__}: bytes, temp, kernels", ratios(fused, by_hand), at_most)
 
 
 @pytest.mark.full

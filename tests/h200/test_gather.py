@@ -27,12 +27,29 @@ def loss_of(params, x, dtype):
     return jnp.mean(hidden.astype(jnp.float32) ** 2)
 
 
-def arguments(mesh, specs, rows_spec):
-    def spec_of(shape, spec):
+def compiled(way, axes, gradients, specs, rows):
+    """Compiles the gradients of parameters, along explicit axes or in a shard_map.
+
+    Args:
+      way: "explicit"; or "tracked" or "untracked", as JAX follows along which axes values differ.
+      axes: the axes of the mesh and their lengths.
+      gradients: a function of parameters and rows.
+      specs: where the parameters lie.
+      rows: where the rows lie.
+    """
+    is_explicit = way == "explicit"
+    mesh = h200s(axes, *[AxisType.Explicit] * is_explicit)
+
+    def placed(shape, spec):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
-    params = [spec_of(shape, spec) for shape, spec in zip(SHAPES, specs, strict=True)]
-    return params, spec_of((128, 256), rows_spec)
+    params = [placed(shape, spec) for shape, spec in zip(SHAPES, specs, strict=True)]
+    if is_explicit:
+        with jax.set_mesh(mesh):
+            return compile_for_placed(gradients, params, placed((128, 256), rows))
+    places = {"in_specs": (specs, rows), "out_specs": specs, "check_vma": way == "tracked"}
+    mapped = jax.shard_map(gradients, mesh=mesh, **places)
+    return compile_for_placed(mapped, params, placed((128, 256), rows))
 
 
 def received_by_kind(program):
@@ -67,22 +84,8 @@ def gradients_in(dtype, reduce_dtype, gathered_by):
     ],
 )
 def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype, sums, reduced):
-    specs = [P("data")] * 2
-    if way == "explicit":
-        mesh = h200s({"data": 8}, AxisType.Explicit)
-        gradients = gradients_in(dtype, reduce_dtype, P())
-        with jax.set_mesh(mesh):
-            program = compile_for_placed(gradients, *arguments(mesh, specs, P("data")))
-    else:
-        mesh = h200s({"data": 8})
-        gradients = jax.shard_map(
-            gradients_in(dtype, reduce_dtype, "data"),
-            mesh=mesh,
-            in_specs=(P("data"), P("data")),
-            out_specs=P("data"),
-            check_vma=way == "tracked",
-        )
-        program = compile_for_placed(gradients, *arguments(mesh, specs, P("data")))
+    gradients = gradients_in(dtype, reduce_dtype, P() if way == "explicit" else "data")
+    program = compiled(way, {"data": 8}, gradients, [P("data")] * 2, P("data"))
     expected = {("all-gather", dtype): HALF, ("reduce-scatter", sums): reduced}
     assert received_by_kind(program) == pytest.approx(expected)
 
@@ -90,22 +93,9 @@ def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype,
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["tracked", "explicit"])
 def test_replicas_add_up_what_is_left_after_the_scatter(way):
-    rows = P(("replica", "data"))
-    if way == "explicit":
-        mesh = h200s({"replica": 2, "data": 4}, AxisType.Explicit)
-        with jax.set_mesh(mesh):
-            program = compile_for_placed(
-                gradients_in("f16", "f32", P()), *arguments(mesh, [P("data")] * 2, rows)
-            )
-    else:
-        mesh = h200s({"replica": 2, "data": 4})
-        gradients = jax.shard_map(
-            gradients_in("f16", "f32", ("replica", "data")),
-            mesh=mesh,
-            in_specs=(P("data"), rows),
-            out_specs=P("data"),
-        )
-        program = compile_for_placed(gradients, *arguments(mesh, [P("data")] * 2, rows))
+    axes = ("replica", "data")
+    gradients = gradients_in("f16", "f32", P() if way == "explicit" else axes)
+    program = compiled(way, {"replica": 2, "data": 4}, gradients, [P("data")] * 2, P(axes))
     found = received_by_kind(program)
     assert found["reduce-scatter", "f32"] == pytest.approx(3 / 4)
     assert found["all-reduce", "f32"] == pytest.approx(1 / 4)
@@ -128,15 +118,8 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
             out = jax.lax.psum(jnp.tanh(x @ first) @ second, "model")
         return jnp.mean(out.astype(jnp.float32) ** 2)
 
-    gradients = jax.grad(loss)
-    if way == "explicit":
-        mesh = h200s({"data": 4, "model": 2}, AxisType.Explicit)
-        with jax.set_mesh(mesh):
-            program = compile_for_placed(gradients, *arguments(mesh, specs, P("data")))
-    else:
-        mesh = h200s({"data": 4, "model": 2})
-        mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-        program = compile_for_placed(mapped, *arguments(mesh, specs, P("data")))
+    axes = {"data": 4, "model": 2}
+    program = compiled(way, axes, jax.grad(loss), specs, P("data"))
     sent = [(s.kind, s.dtype, s.elements) for s in wire(program.text) if s.elements > 128 * 256]
     shard = 256 * 512 // 2
     half, full = ("all-gather", "f16", shard), ("reduce-scatter", "f32", shard)

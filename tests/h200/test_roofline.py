@@ -1,7 +1,5 @@
 """The modelled limit against operations and bytes worked out by hand."""
 
-# ruff: noqa: F811  a fixture is imported and then named as a parameter
-
 import math
 
 import jax
@@ -12,7 +10,6 @@ from jax import lax
 from benchmarks import _roofline
 from benchmarks._roofline import modelled_limit
 from testbed.machines.hlo import kernels
-from tests.h200.fixture import h200  # noqa: F401  the tests below take it by name
 
 
 def spec(*shape, dtype=jnp.float16):

@@ -30,37 +30,21 @@ def compiled_update(h200, tx, param_dtype, shapes=SHAPES, half=jnp.float16):
     return h200(update, params, opt_state, gradients, donate_argnums=(0, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "tx", "param_dtype", "bytes_per_parameter", "kernels"),
-    in_full(
-        [
-            (
-                "float32 parameters, dynamic scale",
-                transforms.with_loss_scale(optax.adam(1e-3), jmp.torch_loss_scale()),
-                jnp.float32,
-                28.28,
-                58,
-            ),
-            (
-                "half parameters, float32 masters, dynamic scale",
-                transforms.mixed_precision(optax.adam(1e-3), "O2", jmp.torch_loss_scale()),
-                jnp.float16,
-                32.32,
-                58,
-            ),
-            (
-                "float32 parameters, no scale",
-                transforms.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale()),
-                jnp.float32,
-                26.26,
-                63,
-            ),
-        ],
-        first=1,
-    ),
-    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
-)
-def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_parameter, kernels):
+ADAM, SCALE = optax.adam(1e-3), jmp.torch_loss_scale()
+# Optimizers, the dtype of parameters; bytes moved a parameter and kernels, at most.
+UPDATES = {
+    "float32 parameters, dynamic scale": (
+        transforms.with_loss_scale(ADAM, SCALE), jnp.float32, 28.28, 58),
+    "half parameters, float32 masters, dynamic scale": (
+        transforms.mixed_precision(ADAM, "O2", SCALE), jnp.float16, 32.32, 58),
+    "float32 parameters, no scale": (
+        transforms.with_loss_scale(ADAM, jmp.NoOpLossScale()), jnp.float32, 26.26, 63),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", in_full(UPDATES.keys(), first=1))
+def test_an_update_stays_on_its_floor(h200, name):
+    tx, param_dtype, bytes_per_parameter, kernels = UPDATES[name]
     program = compiled_update(h200, tx, param_dtype)
     measured = program.bytes_moved / NUMBER_OF_PARAMETERS
     temp = program.temp_bytes / NUMBER_OF_PARAMETERS
@@ -76,39 +60,19 @@ def test_an_update_stays_on_its_floor(h200, name, tx, param_dtype, bytes_per_par
     assert program.conditionals == 0
 
 
-ADAM = optax.adam(1e-3)
 SPLIT, STOCHASTIC = transforms.with_split_masters, transforms.with_stochastic_rounding
+STORED = transforms.with_stored_state
 # Bytes moved and held a parameter, and kernels, of 20 tensors, or of 12 where XLA compiles slowly:
 # one for each tensor, and a few for counts and checks. Scales of rows are found first, four
 # matrices in a kernel.
 SMALL_STATES = {
     "split": (SPLIT(ADAM), 26.0, 12.0, 22),
-    "split, checked": (
-        transforms.with_loss_scale(SPLIT(ADAM), jmp.torch_loss_scale()),
-        28.0,
-        12.0,
-        26,
-    ),
+    "split, checked": (transforms.with_loss_scale(SPLIT(ADAM), SCALE), 28.0, 12.0, 26),
     "stochastic": (STOCHASTIC(ADAM), 22.0, 10.0, 20),
     "kahan": (transforms.with_kahan_summation(ADAM), 26.0, 12.0, 22),
-    "split, bfloat16 moments": (
-        SPLIT(transforms.with_stored_state(ADAM, "bfloat16")),
-        18.0,
-        8.0,
-        16,
-    ),
-    "stochastic, float8 moments": (
-        STOCHASTIC(transforms.with_stored_state(ADAM, "float8_e4m3fn")),
-        14.1,
-        4.1,
-        18,
-    ),
-    "stochastic, int8 moments": (
-        STOCHASTIC(transforms.with_stored_state(ADAM, "int8")),
-        14.1,
-        4.1,
-        18,
-    ),
+    "split, bfloat16 moments": (SPLIT(STORED(ADAM, "bfloat16")), 18.0, 8.0, 16),
+    "stochastic, float8 moments": (STOCHASTIC(STORED(ADAM, "float8_e4m3fn")), 14.1, 4.1, 18),
+    "stochastic, int8 moments": (STOCHASTIC(STORED(ADAM, "int8")), 14.1, 4.1, 18),
 }
 
 

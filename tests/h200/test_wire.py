@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import wire as cases
-from jmp.autocasting.float8 import _passes
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, Sent, h200s, received, wire
 from tests.commands import in_full
@@ -299,8 +298,7 @@ IN_FLOAT8 = ["fsdp-constraint", "fsdp-shard-map", "fsdp-explicit"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", IN_FLOAT8)
-def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, monkeypatch, case):
-    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 1)
+def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, small_is_float8, case):
     sent = sent_by(case, "autocast-f8")
     # Of the four layers the last feeds no product; gradients add up as in half.
     gathered, reduced = (expected(FSDP, IN_HALF)[kind] for kind in FSDP)

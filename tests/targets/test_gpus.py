@@ -18,6 +18,9 @@ from testbed.machines.hlo import parse_program
 from testbed.machines.training_steps import compile_step, ratios
 from testbed.models import MODELS, Model
 from tests.commands import in_full
+from tests.gates import assert_at_most
+
+pytestmark = pytest.mark.usefixtures("h200", "users_rank_promotion")
 
 SIZES = {"layers": 1}
 # Bytes moved, temporary memory and kernels, at most, over those of the model by hand.
@@ -27,21 +30,16 @@ GATES = [
 ]
 
 
-@pytest.mark.usefixtures("h200", "users_rank_promotion")
 @pytest.mark.parametrize(("machine", "name", "at_most"), in_full(GATES))
 def test_leaner_than_by_hand_in_bfloat16(machine, name, at_most):
     (model,) = (model for model in MODELS if model.name == name)
     by_hand, autocast = (
         compile_step(model, way, SIZES, machine, "bfloat16") for way in ("by hand", "autocast")
     )
-    measured = ratios(autocast, by_hand)
-    print(f"{machine} {name}: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
-    for ratio, bound in zip(measured, at_most, strict=True):
-        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    assert_at_most(f"{machine} {name}: bytes, temp, kernels", ratios(autocast, by_hand), at_most)
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200", "users_rank_promotion")
 @pytest.mark.parametrize(
     ("machine", "at_most"), [("b200", (0.92, 0.84, 0.95)), ("l40s", (0.92, 0.90, 0.93))]
 )
@@ -52,10 +50,7 @@ def test_a_vit_is_leaner_than_by_hand(machine, at_most):
         compile_step(Model("vit", vit, {}), way, sizes, machine, "bfloat16")
         for way in ("by hand", "autocast")
     )
-    measured = ratios(autocast, by_hand)
-    print(f"{machine} vit: bytes, temp, kernels " + " ".join(f"{x:.3f}" for x in measured))
-    for ratio, bound in zip(measured, at_most, strict=True):
-        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    assert_at_most(f"{machine} vit: bytes, temp, kernels", ratios(autocast, by_hand), at_most)
     assert "bf16[64,8,197,197]" in by_hand.text
     assert "197,197]" not in autocast.text
 
@@ -69,7 +64,6 @@ GENERATION = [
 ]
 
 
-@pytest.mark.usefixtures("h200", "users_rank_promotion")
 @pytest.mark.parametrize(("machine", "loop", "cache", "at_most"), in_full(GENERATION, first=1))
 def test_generation_is_as_lean_as_by_hand(machine, loop, cache, at_most):
     by_hand, exact = (Decoder(dtype, loop, cache) for dtype in (jnp.bfloat16, jnp.float32))
@@ -77,15 +71,11 @@ def test_generation_is_as_lean_as_by_hand(machine, loop, cache, at_most):
     programs = [
         compile_for_gpu(machine, function, *exact.arguments()) for function in (by_hand, autocast)
     ]
-    theirs, ours = ((p.bytes_moved, p.temp_bytes) for p in programs)
-    measured = [a / b for a, b in zip(ours, theirs, strict=True)]
-    print(f"{machine} {loop} {cache}: bytes, temp " + " ".join(f"{x:.3f}" for x in measured))
-    for ratio, bound in zip(measured, at_most, strict=True):
-        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    measured = ratios(*programs[::-1])[:2]
+    assert_at_most(f"{machine} {loop} {cache}: bytes, temp", measured, at_most)
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200", "users_rank_promotion")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_half_parameters_are_cast_nowhere(loop):
     """And float32 ones are cast once, before the loop: no turn reads a float32 matrix."""

@@ -19,6 +19,7 @@ from testbed.machines.hlo import count
 from testbed.machines.tpus import estimated_cycles
 from testbed.machines.wire import Sent, wire
 from tests.commands import in_full
+from tests.gates import assert_at_most
 
 # Reading, which needs no compiler.
 
@@ -191,9 +192,7 @@ GATES = [
 def test_a_small_step_is_as_lean_as_by_hand(tpus, machine, row, at_most):
     by_hand, autocast = (tpus(row, machine, way) for way in (targets.BASE, "autocast"))
     measured = [autocast[key] / by_hand[key] for key in ("bytes_moved", "cycles")]
-    print(f"{machine} {row}: bytes, cycles " + " ".join(f"{x:.3f}" for x in measured))
-    for ratio, bound in zip(measured, at_most, strict=True):
-        assert ratio <= bound, f"{measured} exceeds {at_most}"
+    assert_at_most(f"{machine} {row}: bytes, cycles", measured, at_most)
 
 
 # Of memory, a parameter: each array of the update once. In more than one kernel the split masters
