@@ -455,7 +455,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             (
                 "jmp.scaled_value_and_grad(model_loss, scale)(nnx_model, x)",
-                "Train by jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch)",
+                "Train with jmp.adapters.nnx.train_step(loss_fn, model, optimizer, *batch)",
             ),
             (
                 "jmp.scaled_value_and_grad(lambda m: 1.0, scale)(eqx.nn.Lambda(jnp.tanh))",
@@ -516,7 +516,7 @@ MISTAKES: dict[str, list[Mistake]] = {
             ),
             (
                 "jmp.accumulated_value_and_grad(loss_fn, scale, 2)(params, [x, 'train'])",
-                "belongs into another argument",
+                "belong in another argument",
             ),
         ),
         *_rows(
