@@ -57,7 +57,7 @@ def check_asked(
     Args:
       caller: the diagnostic.
       call: the right call, for the error.
-      early: further positional arguments, which belong into the second call.
+      early: further positional arguments, which belong in the second call.
       policy: text or a `Policy`; None if it was left out.
     """
     check_function(fun, caller, call)
@@ -81,8 +81,8 @@ def autocast_if_asked(
         return autocast(fun, policy, **options)
     if options:
         raise TypeError(
-            f"{caller} got {listed(sorted(options))} without a policy; expected one too, because "
-            f"these are options of autocast: {caller}(fun, 'mixed_float16', ...)."
+            f"{caller} got {listed(sorted(options))} without a policy; expected one too: "
+            f"{caller}(fun, 'mixed_float16', ...), because these are options of autocast."
         )
     return fun
 

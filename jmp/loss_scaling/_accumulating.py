@@ -382,7 +382,7 @@ def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
             "batch_argnums names."
         )
     way_out = (
-        "Values without rows belong into another argument; split a key first, "
+        "Values without rows belong in another argument; split a key first, "
         f"jax.random.split(key, {steps})."
     )
     for where, leaf in leaves:
