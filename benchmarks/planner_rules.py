@@ -40,9 +40,8 @@ from jmp.autocasting.rewrites import REWRITES
 from jmp.autocasting.rewrites.one_pass import sums_in_one_pass
 from jmp.autocasting.rewrites.pick import pick_as_sum
 from jmp.autocasting.rewrites.softmax import softmax_from_half_result, softmax_of_half_scores
-from testbed.machines.gpus import compile_for_gpu
-from testbed.machines.tpus import TPUS, compile_for_tpu
-from testbed.machines.training_steps import make_step
+from testbed.machines.tpus import TPUS
+from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
 
 RESULTS = pathlib.Path("results/planner_rules.json")
@@ -278,7 +277,6 @@ def cost(model: Model, base: dict[str, Any] | None, machine: str = "h200") -> di
     text = jax.jit(step).lower(*arguments).as_text()
     if base is not None and text == base["text"]:
         return base
-    compile_for = compile_for_tpu if is_tpu else compile_for_gpu
     program = compile_for(machine, step, *arguments, donate_argnums=0)
     figures = FIGURES_OF_TPUS if is_tpu else FIGURES
     return {"text": text, **{figure: getattr(program, figure) for figure in figures}}

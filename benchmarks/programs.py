@@ -18,6 +18,7 @@ import optax
 
 import jmp
 from benchmarks import float8_convolutions
+from benchmarks._names import named
 from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
@@ -195,10 +196,7 @@ GROUPS = (
 
 
 def find(name: str) -> Group:
-    groups = {group.name: group for group in GROUPS}
-    if name not in groups:
-        raise ValueError(f"find got the group {name!r}; expected one of {', '.join(groups)}.")
-    return groups[name]
+    return named("group", name, GROUPS)
 
 
 def counted(group: str, row: str) -> dict[str, Any]:

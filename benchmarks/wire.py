@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp
+from benchmarks._names import named
 from testbed.machines.gpus import Program, compile_for_placed
 from testbed.machines.wire import h200s, wire
 
@@ -405,10 +406,7 @@ CASES = (
 
 
 def find(name: str) -> Case:
-    rows = {case.name: case for case in CASES}
-    if name not in rows:
-        raise ValueError(f"find got the case {name!r}; expected one of {', '.join(rows)}.")
-    return rows[name]
+    return named("case", name, CASES)
 
 
 def compile_step(case: Case, variant: str, small: bool = False) -> Program:
