@@ -10,8 +10,8 @@ relative to autocast with all rules:
     to 5 % is the luck of the roundings;
   - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
 `python -m benchmarks.report` writes the tables in `docs/internals.md`. Run it from the project's
-root in the test environment. With names of models it measures these alone, with `cost`, `errors`,
-`v5e` or `v6e` that alone, and leaves all other figures as they are:
+root in the test environment. With names of models it measures only these, with `cost`, `errors`,
+`v5e` or `v6e` only that, and leaves all other figures as they are:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_rules.py v5e v6e
@@ -162,7 +162,7 @@ def normal(key: int, *shape: int) -> jax.Array:
 
 
 def biased():
-    """A bias, repeated over 16384 rows; it alone is differentiated."""
+    """A bias, repeated over 16384 rows; only the bias is differentiated."""
 
     def loss(bias, x, w, v):
         return jnp.mean(jnp.tanh(x @ w + bias) @ v)

@@ -52,7 +52,7 @@ FLOAT8_RULES: dict[str, tuple[str, dict[str, Any]]] = {
         {"_float8_planning._shared_factors": lambda _: set()},
     ),
 }
-# The rules of a step, and the global default precision, which is that of float32 products alone.
+# The rules of a step, and the global default precision, which applies only to float32 products.
 HEAD = "GPTModule/Dense_0"
 HEAD_IN_FLOAT32 = [(HEAD, "float32")]
 HEADS: dict[str, tuple[list[tuple[str, str]], str | None]] = {
