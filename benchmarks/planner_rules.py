@@ -10,8 +10,8 @@ relative to autocast with all rules:
     to 5 % is the luck of the roundings;
   - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
 `python -m benchmarks.report` writes the tables in `docs/internals.md`. Run it from the project's
-root in the test environment. With names of models it measures these alone, with `cost`, `errors`,
-`v5e` or `v6e` that alone, and leaves all other figures as they are:
+root in the test environment. With names of models it measures only these, with `cost`, `errors`,
+`v5e` or `v6e` only that, and leaves all other figures as they are:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_rules.py v5e v6e
@@ -38,9 +38,8 @@ from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic, Recompute
 from jmp.autocasting.targets.gpu import GPU
 from jmp.autocasting.targets.tpu import TPU
-from testbed.machines.gpus import compile_for_gpu
-from testbed.machines.tpus import TPUS, compile_for_tpu
-from testbed.machines.training_steps import make_step
+from testbed.machines.tpus import TPUS
+from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
 from testbed.passes import without_pass
 
@@ -155,7 +154,7 @@ def normal(key: int, *shape: int) -> jax.Array:
 
 
 def biased():
-    """A bias, repeated over 16384 rows; it alone is differentiated."""
+    """A bias, repeated over 16384 rows; only the bias is differentiated."""
 
     def loss(bias, x, w, v):
         return jnp.mean(jnp.tanh(x @ w + bias) @ v)
@@ -270,7 +269,6 @@ def cost(model: Model, base: dict[str, Any] | None, machine: str = "h200") -> di
     text = jax.jit(step).lower(*arguments).as_text()
     if base is not None and text == base["text"]:
         return base
-    compile_for = compile_for_tpu if is_tpu else compile_for_gpu
     program = compile_for(machine, step, *arguments, donate_argnums=0)
     figures = FIGURES_OF_TPUS if is_tpu else FIGURES
     return {"text": text, **{figure: getattr(program, figure) for figure in figures}}

@@ -19,6 +19,7 @@ import optax
 
 import jmp
 from benchmarks import float8_convolutions
+from benchmarks._names import named
 from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
@@ -51,7 +52,7 @@ FLOAT8_RULES: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManage
         lambda: replaced({"float8._passes._shared_factors": lambda _: set()}),
     ),
 }
-# The rules of a step, and the global default precision, which is that of float32 products alone.
+# The rules of a step, and the global default precision, which applies only to float32 products.
 HEAD = "GPTModule/Dense_0"
 HEAD_IN_FLOAT32 = [(HEAD, "float32")]
 HEADS: dict[str, tuple[list[tuple[str, str]], str | None]] = {
@@ -195,10 +196,7 @@ GROUPS = (
 
 
 def find(name: str) -> Group:
-    groups = {group.name: group for group in GROUPS}
-    if name not in groups:
-        raise ValueError(f"find got the group {name!r}; expected one of {', '.join(groups)}.")
-    return groups[name]
+    return named("group", name, GROUPS)
 
 
 def counted(group: str, row: str) -> dict[str, Any]:

@@ -21,9 +21,7 @@ of the last 20 steps.
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
 import pathlib
 import time
 import types
@@ -39,6 +37,7 @@ from sklearn.datasets import load_digits
 
 import jmp
 from benchmarks import figures
+from benchmarks._results import facts, write
 from benchmarks.processes import ROOT
 from jmp import transforms
 from testbed.machines.gpus import compile_for_h200
@@ -378,16 +377,8 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in arguments.only:
         started = time.perf_counter()
         found = {"seeds": arguments.seeds} | PARTS[name](arguments, console, results.get(name))
-        found |= {
-            "minutes": round((time.perf_counter() - started) / 60, 1),
-            "cpus": os.cpu_count(),
-            "versions": {package: importlib.metadata.version(package) for package in VERSIONS},
-        }
-        results[name] = found
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_stem(f"{output.stem}.tmp")
-        temporary.write_text(json.dumps(finite_or_none(results), indent=1) + "\n")
-        os.replace(temporary, output)
+        results[name] = found | facts(started, VERSIONS)
+        write(output, finite_or_none(results))
     console.print(f"Wrote {output}.")
 
 

@@ -26,15 +26,16 @@ import optax
 
 import jmp
 from benchmarks import wire
+from benchmarks._names import named
 from benchmarks.models import ViT
 from benchmarks.processes import ROOT
 from benchmarks.recipes import by_hand, small_states
 from benchmarks.workloads import UPDATES, Update
 from jmp import transforms
 from testbed.decoding import LOOPS, SMALL, Decoder
-from testbed.machines.gpus import GPUS, compile_for_gpu
-from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu, compile_placed_for_tpus
-from testbed.machines.training_steps import compile_step
+from testbed.machines.gpus import GPUS
+from testbed.machines.tpus import TPUS, TpuProgram, compile_placed_for_tpus
+from testbed.machines.training_steps import compile_for, compile_step
 from testbed.machines.wire import v5es
 from testbed.models import MODELS, Model, gru, linen_model
 
@@ -149,7 +150,6 @@ def adam(job: Job, is_small: bool) -> Any:
     make = _adam_by_hand if job.way == BASE else _adam_of_jmp
     step, state = make(update, half)
     arrays = [jax.ShapeDtypeStruct(shape, half) for shape in update.shapes]
-    compile_for = compile_for_tpu if job.is_of_tpu else compile_for_gpu
     return compile_for(job.machine, step, arrays, state, arrays, donate_argnums=(0, 1))
 
 
@@ -221,7 +221,6 @@ def small_adam(name: str, job: Job, is_small: bool) -> Any:
             updates, state = tx.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
-    compile_for = compile_for_tpu if job.is_of_tpu else compile_for_gpu
     return compile_for(job.machine, step, params, state, params, donate_argnums=(0, 1))
 
 
@@ -238,7 +237,6 @@ def decode(loop: str, cache: str, job: Job, is_small: bool) -> Any:
     if job.way == "autocast":
         platform = "tpu" if job.is_of_tpu else "gpu"
         function = jmp.autocast(decoder, f"mixed_{job.half}", platform=platform)
-    compile_for = compile_for_tpu if job.is_of_tpu else compile_for_gpu
     return compile_for(job.machine, function, *decoder.arguments())
 
 
@@ -335,10 +333,7 @@ ROWS = (*MODEL_ROWS, *UPDATE_ROWS, *GENERATION_ROWS, *WIRE_ROWS)
 
 
 def find(name: str) -> Row:
-    rows = {row.name: row for row in ROWS}
-    if name not in rows:
-        raise ValueError(f"find got the row {name!r}; expected one of {', '.join(rows)}.")
-    return rows[name]
+    return named("row", name, ROWS)
 
 
 def counted(name: str, job: Job, small: bool) -> dict[str, Any]:

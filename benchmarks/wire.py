@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jmp
+from benchmarks._names import named
 from testbed.machines.gpus import Program, compile_for_placed
 from testbed.machines.wire import h200s, wire
 
@@ -48,12 +49,12 @@ class Variant:
     platform: str | None = None
 
     def parameter(self, leaf: jax.Array) -> jax.Array:
-        """Casts a parameter that products read, in front of the move: by hand alone."""
+        """Casts a parameter that products read, in front of the move; only by hand."""
         half = self.value(leaf)
         return jax.lax.optimization_barrier(half) if self.barrier else half
 
     def value(self, array: jax.Array) -> jax.Array:
-        """Casts an activation, by hand alone."""
+        """Casts an activation; only by hand."""
         return array.astype(self.dtype) if self.half else array
 
     def loss(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -67,7 +68,7 @@ WITH_BARRIER = Variant(
     "by-hand-barrier", "by hand, half, a barrier after the cast", half=True, barrier=True
 )
 IN_FLOAT8 = Variant("autocast-f8", "autocast, float8", policy="mixed_float8")
-# A new variant is a row here, and nothing else; those of some cases alone stand above.
+# A new variant is a row here, and nothing else; those of a few cases stand above.
 VARIANTS = (
     Variant("float32", "float32"),
     BY_HAND,
@@ -101,7 +102,7 @@ class Case:
     Attributes:
       name, title: as in `--only`, and as in the report.
       make: returns the step of a variant, at the size of the report or (True) a small one.
-      more: variants that this case alone has.
+      more: variants that only this case has.
     """
 
     name: str
@@ -166,7 +167,7 @@ def mean_over_devices(loss: jax.Array, gradients: Tree) -> tuple[jax.Array, Tree
 
 
 def by_the_compiler(where: P, variant: Variant, small: bool) -> Step:
-    """jit alone: XLA decides what moves."""
+    """Only jit: XLA decides what moves."""
     mesh = h200s({DATA: 8})
     weights, batch = layers(mesh, where, small)
     step = jax.value_and_grad(variant.loss(network(variant, stay)))
@@ -405,10 +406,7 @@ CASES = (
 
 
 def find(name: str) -> Case:
-    rows = {case.name: case for case in CASES}
-    if name not in rows:
-        raise ValueError(f"find got the case {name!r}; expected one of {', '.join(rows)}.")
-    return rows[name]
+    return named("case", name, CASES)
 
 
 def compile_step(case: Case, variant: str, small: bool = False) -> Program:

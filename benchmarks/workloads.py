@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks._names import named
 from benchmarks.models import GPT2, ResNet, ViT
 
 
@@ -172,10 +173,7 @@ UPDATES = (
 
 def find(name: str, rehearse: bool) -> Workload | Update:
     """Returns a workload by name, at the size people train it or at that of a rehearsal."""
-    rows = {row.name: row for row in (rehearsal() if rehearse else (*WORKLOADS, *UPDATES))}
-    if name not in rows:
-        raise ValueError(f"find got the workload {name!r}; expected one of {', '.join(rows)}.")
-    return rows[name]
+    return named("workload", name, rehearsal() if rehearse else (*WORKLOADS, *UPDATES))
 
 
 def rehearsal() -> tuple[Workload | Update, ...]:

@@ -29,7 +29,8 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes((4, 16, 16), (16, 32))
-# Products that are float8 by themselves. Their arrays are too large to be drawn: shapes alone.
+# Products that are float8 by themselves. Their arrays are too large to be drawn, so programs have
+# only their shapes.
 LARGE = Sizes((8, 128, 512), (512, 1024))
 
 
@@ -55,7 +56,7 @@ class Drawing:
         return len(self.params) - 1
 
     def array(self, shape: tuple[int, ...], scale: float = 1.0) -> Any:
-        """Returns random numbers; of a large program their shape alone."""
+        """Returns random numbers; of a large program only their shape."""
         if self.sizes == LARGE:
             return jax.ShapeDtypeStruct(shape, jnp.float32)
         return self.random.normal(size=shape, scale=scale).astype(np.float32)

@@ -183,6 +183,18 @@ def gpt(
 scanned_gpt = functools.partial(gpt, scanned=True)
 
 
+def plain_attention(x, layer, heads, rotate=lambda x: x):
+    """Causal attention in plain JAX; scores are half where `x` is, and the softmax float32."""
+    b, t, _ = x.shape
+    qkv = x @ layer["qkv"].astype(x.dtype)
+    q, k, v = jnp.split(qkv.reshape(b, t, 3 * heads, -1), 3, 2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, jnp.finfo(x.dtype).min)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(x.dtype)
+    y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, -1)
+    return y @ layer["out"].astype(x.dtype)
+
+
 def plain_transformer(dtype=jnp.float32, batch=8, length=512, layers=4, width=512, vocabulary=8192):
     """RMSNorm, rotary positions and SwiGLU in plain JAX."""
     heads = max(1, width // 64)
@@ -221,19 +233,10 @@ def plain_transformer(dtype=jnp.float32, batch=8, length=512, layers=4, width=51
         x1, x2 = jnp.split(x, 2, -1)
         return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
-    def attention(x, layer):
-        b, t, _ = x.shape
-        q, k, v = jnp.split((x @ layer["qkv"].astype(dtype)).reshape(b, t, 3 * heads, -1), 3, 2)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", rotary(q), rotary(k)) * q.shape[-1] ** -0.5
-        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, jnp.finfo(dtype).min)
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(dtype)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, -1)
-        return y @ layer["out"].astype(dtype)
-
     def loss(params, tokens, labels):
         x = params["embedding"].astype(dtype)[tokens]
         for layer in params["layers"]:
-            x = x + attention(rms_norm(x, layer["norm1"]), layer)
+            x = x + plain_attention(rms_norm(x, layer["norm1"]), layer, heads, rotary)
             y = rms_norm(x, layer["norm2"])
             y = jax.nn.silu(y @ layer["gate"].astype(dtype)) * (y @ layer["up"].astype(dtype))
             x = x + y @ layer["down"].astype(dtype)
@@ -280,18 +283,9 @@ def checkpointed_gpt(dtype=jnp.float32, batch=8, length=512, layers=4, width=512
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
         return (y * norm["scale"] + norm["bias"]).astype(dtype)
 
-    def attention(x, layer):
-        b, t, _ = x.shape
-        q, k, v = jnp.split((x @ layer["qkv"].astype(dtype)).reshape(b, t, 3 * heads, -1), 3, 2)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, jnp.finfo(dtype).min)
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(dtype)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, -1)
-        return y @ layer["out"].astype(dtype)
-
     @jax.checkpoint
     def block(x, layer):
-        x = x + attention(layer_norm(x, layer["norm1"]), layer)
+        x = x + plain_attention(layer_norm(x, layer["norm1"]), layer, heads)
         y = layer_norm(x, layer["norm2"]) @ layer["up"].astype(dtype)
         y = jax.nn.gelu(y + layer["up_bias"].astype(dtype))
         return x + y @ layer["down"].astype(dtype) + layer["down_bias"].astype(dtype), None

@@ -27,7 +27,7 @@ def sent(results: dict[str, Any]) -> str:
                 failures.append(f"- {case.title}, {variant.title}: not run: {counted['error']}")
                 continue
             rows.append([title, variant.title, *_cells(counted, recipes.get(BASELINE, {}))])
-            title = ""  # of the first row alone
+            title = ""  # only the first row has it
     headers = ["MiB received", "program", *COLUMNS, "others", "in all", "over by hand"]
     headers += ["MiB moved", "MiB temp", "kernels"]
     lines = "\n" + "\n".join(failures) + "\n" if failures else ""

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks._names import named
 from benchmarks.recipes._training import Training
 
 __all__ = ["RECIPES", "Recipe", "Training", "find"]
@@ -106,7 +107,4 @@ RECIPES = (
 
 def find(name: str) -> Recipe:
     """Returns a recipe by name."""
-    rows = {row.name: row for row in RECIPES}
-    if name not in rows:
-        raise ValueError(f"find got the recipe {name!r}; expected one of {', '.join(rows)}.")
-    return rows[name]
+    return named("recipe", name, RECIPES)

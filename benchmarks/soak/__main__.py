@@ -8,9 +8,7 @@ if a check found a fault.
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks._results import facts, write
 from benchmarks.processes import ROOT
 from benchmarks.soak import CHECKS
 
@@ -47,14 +46,6 @@ def results_so_far(path: pathlib.Path) -> dict[str, Any]:
         ) from error
 
 
-def write(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Writes the results whole or not at all: hours of other checks may stand in the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_stem(f"{path.stem}.tmp")
-    temporary.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(temporary, path)
-
-
 def main(given: Sequence[str] | None = None) -> None:
     arguments, console = parse_arguments(given), Console()
     results_so_far(arguments.output)
@@ -64,11 +55,7 @@ def main(given: Sequence[str] | None = None) -> None:
         options = arguments if arguments.check else parse_arguments([name])
         started = time.perf_counter()
         found = CHECKS[name].run(options, console)
-        found |= {
-            "minutes": round((time.perf_counter() - started) / 60, 1),
-            "cpus": os.cpu_count(),
-            "versions": {package: importlib.metadata.version(package) for package in VERSIONS},
-        }
+        found |= facts(started, VERSIONS)
         write(arguments.output, results_so_far(arguments.output) | {name: found})
         failed += [name] * (not found["passed"])
     console.print(f"Wrote {arguments.output}.")

@@ -160,7 +160,7 @@ def in_e4m3(array: np.ndarray) -> Array:
 
 
 def verdict(bfloat16: float, float8: float, rounded: float) -> str:
-    """Returns what the errors say where float8's is large; `rounded`: of inputs rounded alone."""
+    """Returns what the errors say if float8's is large; `rounded` is of rounded inputs."""
     if not np.isfinite(float8) and np.isfinite(bfloat16):
         return "not finite"
     is_far = bfloat16 < RIGHT and float8 > max(ROUNDOFFS * bfloat16, NEARLY * rounded)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from testbed.machines.gpus import compile_for_gpu
-from testbed.machines.tpus import TPUS, compile_for_tpu
+from testbed.machines.tpus import TPUS
+from testbed.machines.training_steps import compile_for
 
 TURNS = (8, 16, 40)
 NUMBERS = 2**25  # more than a TPU's vector memory holds
@@ -51,7 +51,6 @@ LOOPS = {"scan": scanned, "nested": nested, "remat": remat, "branching": branchi
 def counted(machine, name, turns):
     """Returns bytes, and kernels or a TPU's cycles, of a loop."""
     shapes = [jax.ShapeDtypeStruct((*rows, NUMBERS), jnp.float32) for rows in ((), (turns,))]
-    compile_for = compile_for_tpu if machine in TPUS else compile_for_gpu
     program = compile_for(machine, LOOPS[name], *shapes)
     assert program.loops_of_unknown_turns == 0
     return program.bytes_moved, getattr(program, "cycles" if machine in TPUS else "kernels")

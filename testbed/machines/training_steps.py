@@ -1,6 +1,8 @@
 """A training step of a model, three ways: float32, half by hand, and float32 under autocast."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,17 @@ from testbed.machines.gpus import Program, compile_for_gpu
 from testbed.machines.tpus import TPUS, TpuProgram, compile_for_tpu
 
 WAYS = ("float32", "by hand", "autocast")
+
+
+def compile_for(
+    machine: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate_argnums: int | tuple[int, ...] = (),
+) -> Program | TpuProgram:
+    """Compiles a function for a GPU or a TPU."""
+    compile_for_it = compile_for_tpu if machine in TPUS else compile_for_gpu
+    return compile_for_it(machine, function, *arguments, donate_argnums=donate_argnums)
 
 
 def make_step(model, way, sizes, half="float16", **options):
@@ -42,10 +55,8 @@ def compile_step(
     model, way, sizes, target="h200", half="float16", **options
 ) -> Program | TpuProgram:
     """Compiles a step for a GPU or a TPU; autocast is told which of them."""
-    is_tpu = target in TPUS
-    options = {"platform": "tpu" if is_tpu else "gpu", **options}
+    options = {"platform": "tpu" if target in TPUS else "gpu", **options}
     step, arguments = make_step(model, way, sizes, half, **options)
-    compile_for = compile_for_tpu if is_tpu else compile_for_gpu
     return compile_for(target, step, *arguments, donate_argnums=0)
 
 
