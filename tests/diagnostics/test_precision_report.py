@@ -364,7 +364,7 @@ def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
         assert f"dot_general x {layers} [1]" in head
         assert f"{len(found.rows)} rows, those of modules that repeat" in texts[layers]
         assert "report.table() shows each row" in texts[layers]
-        # A line for each row, and for each reason; more where a row is wider than the table.
+        # Each row and each reason has a line, or more if it is wider than the table.
         assert len(found.table().splitlines()) >= len(found.rows) + 6
     assert len(texts[2].splitlines()) == len(texts[3].splitlines()) <= 40
     # Summary, hazards, rows; the place from the package or the working directory on.
@@ -552,7 +552,7 @@ def test_a_float32_cache_that_comes_in_and_goes_out_is_a_hazard():
             assert len(found) == hazards
             assert all("an argument of 2.1 MB is a cache in float32" in one for one in found)
 
-    # What a training step returns is no cache.
+    # The result of a training step is no cache.
     sgd = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
     large = jax.ShapeDtypeStruct((64, 8192), jnp.float32)
     assert not any(

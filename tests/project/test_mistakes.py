@@ -10,7 +10,7 @@ from jmp.autocasting import all_rules
 from testbed.mistakes import MISTAKES, names
 
 ROWS = [row for rows in MISTAKES.values() for row in rows]
-# What a mistake could have changed.
+# A mistake could have changed these.
 STATEFUL = ("params", "half_params", "x", "scale", "opt_state", "state", "eqx_model", "eqx_state")
 
 

@@ -287,7 +287,7 @@ def test_a_layer_may_be_gathered_inside_a_scan_and_again_in_its_backward_pass():
     np.testing.assert_allclose(jax.jit(gradient)(layers, rows()), expected, rtol=2e-5, atol=2e-5)
 
 
-# What is refused
+# Mistakes
 
 
 def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_says_so():
