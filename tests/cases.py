@@ -114,7 +114,7 @@ HALF = ("float16", "bfloat16")
 CASTABLE = (*HALF, "float32", "float64")
 FLOAT8 = tuple(name for name in sorted(dir(jnp)) if name.startswith("float8_"))
 
-# Text, and the three dtypes that it means on a CPU, where half precision is float16.
+# Texts, and the three dtypes that each means on a CPU, whose half precision is float16.
 POLICIES = [
     ("float32", ("float32", "float32", "float32")),
     ("full", ("float32", "float32", "float32")),

@@ -150,7 +150,7 @@ def test_the_plain_model_stays_as_it_was(name):
     [
         ("Block_0/DenseGeneral_0", 1),
         (re.compile("Raw_.*"), 1),
-        (nn.MultiHeadDotProductAttention, 6),  # those of the modules inside it too
+        (nn.MultiHeadDotProductAttention, 6),  # modules inside it count too
     ],
 )
 def test_rules_by_path_and_by_type(target, products):

@@ -142,7 +142,7 @@ def test_modules_in_containers_are_found_by_key_and_by_index():
     rules = [("parts/a", "float32"), ("pair/1", "float32")]
     view = adapter.autocast(Containers(nnx.Rngs(0)), "mixed_float16", rules=rules)
     assert product_dtypes(lambda x: view(x), ROWS) == {"float16": 2, "float32": 2}
-    # So too where they are called from outside.
+    # A call from outside finds them too.
     assert product_dtypes(lambda x: view.parts["a"](view.pair[1](x)), ROWS) == {"float32": 2}
 
 
@@ -317,7 +317,7 @@ def test_rules_leave_no_trace_in_the_graph():
     assert nnx.graphdef(model) == graph
 
 
-# What fails leaves everything as it was.
+# A call or a step that fails leaves everything as it was.
 
 
 class Net(nnx.Module):
@@ -490,7 +490,7 @@ def test_a_step_of_ones_own_is_train_step_bit_by_bit(x):
 
 def test_of_two_models_the_one_that_overflows_is_skipped_alone():
     (judge, judge_optimizer), (maker, maker_optimizer) = optimized(0, MIXED), optimized(1, MIXED)
-    # The gradients of the judge are 2**126 times too large, those of the maker are not.
+    # The gradients of the judge are 2**126 times too large, the maker's are not.
     state = nnx.as_pure(judge_optimizer.opt_state)
     scale = jmp.DynamicLossScale(2.0**126)
     nnx.update(judge_optimizer.opt_state, nnx.state(transforms.set_loss_scale(state, scale)))
@@ -505,7 +505,7 @@ def test_of_two_models_the_one_that_overflows_is_skipped_alone():
     assert int(judge_optimizer.step[...]) == 0 and int(maker_optimizer.step[...]) == 1
     assert adapter.loss_scale(judge_optimizer).loss_scale == 2.0**125
     assert adapter.loss_scale(maker_optimizer).loss_scale == 2.0**10
-    # The judge's statistics are those of the one step that was taken: the maker's.
+    # The judge's statistics come from the one step that was taken, the maker's.
     after = values(judge)[0]
     assert bits(after["layer"]) == bits(before[0]["layer"])
     assert (after["norm"]["mean"] != 0).any()

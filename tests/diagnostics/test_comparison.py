@@ -116,7 +116,7 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
     assert [row.path for row in found.rows] == [
         "", "classifier/b", "classifier/w", "trunk/w", "unsafe/b", "unsafe/w",
     ]  # fmt: skip
-    # What the report suggests is the cure.
+    # The rule that the report suggests is the cure.
     cured = diagnostics.compare(two_heads, F16, rules=[("unsafe", "float32")])(*args)
     assert cured.worst(1)[0].relative_error < worst.relative_error / 5
 

@@ -1,4 +1,4 @@
-"""`find_float32`: planted culprits are found, and nothing where there is none."""
+"""`find_float32` finds planted culprits, and nothing if there is none."""
 
 import contextlib
 import dataclasses
@@ -80,7 +80,7 @@ def test_planted_culprits_are_found(count, culprits):
     assert max(found.all_half) == np.inf
     assert found.is_within
     assert "with these rules" in str(found)
-    # What it says is what `compare` says of the rules as they are.
+    # `compare` says the same of these rules.
     again = diagnostics.compare(loss, F16, rules=found.rules)(params, x)
     errors = {row.kind: row.relative_error for row in again.by_module(0)}
     assert errors["gradient"] == pytest.approx(found.gradient_error, rel=1e-3)
@@ -152,7 +152,7 @@ def crushed(w, x):
 
 
 def crushed_backward(w, x):
-    """The same of the cotangents: that of one result, which is zero, is multiplied."""
+    """The same in the backward pass: one result is zero, and its cotangent is multiplied."""
     factors = jnp.ones_like(x).at[0, 0].set(1e6)
     return jnp.tanh((x @ w.at[:, 0].set(0.0)) * factors)
 
@@ -328,11 +328,11 @@ def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them
         assert all(a is b for a, b in zip(jax.tree.leaves(model), before, strict=True))
         lowered = adapter.autocast(loss, F16, rules=found.rules)
         products = str(jax.make_jaxpr(lowered)(model, x)).count("preferred_element_type=float16")
-    assert products == 1  # that of the layer that is no culprit
+    assert products == 1  # the layer that is no culprit
 
 
 class EquinoxTop(eqx.Module):
-    """Its own operations need float32, those of the module in it do not."""
+    """Its own operations need float32, the module in it does not."""
 
     linear: eqx.nn.Linear
 
@@ -402,7 +402,7 @@ def test_rules_name_the_scopes_that_were_found_and_no_others(states):
     assert found == states
 
 
-# What it is asked with.
+# Options and arguments.
 
 
 def test_a_loss_scale_spares_scopes_whose_gradients_underflow_without_it():

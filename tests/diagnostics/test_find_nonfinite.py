@@ -364,7 +364,7 @@ def test_the_planted_culprit_is_named(case):
     assert "planted" in LINES[int(line) - 1]
 
 
-# What must not be reported.
+# Programs of which nothing must be reported.
 
 
 def safe_logarithm(x):
@@ -458,7 +458,7 @@ def test_an_infinity_that_was_given_is_named_if_nobody_else_is_to_blame():
     assert (found.operation, found.became) == ("argument args[1]", "infinity")
     found = find_nonfinite(lambda x, mask: jnp.exp(x + mask))(jnp.array([89.0, 0]), mask)
     assert found.operation == "exp"
-    # Who makes a NaN of it says which argument held it.
+    # An operation that makes a NaN of it says which argument held it.
     found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
     assert found.operation == "sub"
     assert "came in with args[0]. If they are data, look there" in found.cure
@@ -472,7 +472,7 @@ def test_an_infinity_that_was_given_is_named_if_nobody_else_is_to_blame():
 
 def test_a_loop_whose_operations_stay_finite_one_by_one_is_reported_as_a_whole():
     # Fused, XLA may keep more digits, and so go wrong otherwise; here a callback plays that part:
-    # infinite in the whole loop, and in one turn of it, but not where it runs by itself.
+    # infinite in the whole loop, and in one turn of it, but not when it runs by itself.
     answers = iter([np.inf, np.inf])
 
     def answer():
@@ -583,7 +583,7 @@ def test_the_cure_under_autocast_cures():
     assert find(rules=[("head*", "float32")])(300 * ONES) is None
 
 
-@pytest.mark.parametrize("accelerator", [False, True])  # where what is finite is not fetched
+@pytest.mark.parametrize("accelerator", [False, True])  # which fetches no finite array
 def test_ranges_of_the_operands(monkeypatch, accelerator):
     monkeypatch.setattr(_interpreter, "_is_on_an_accelerator", lambda array: accelerator)
     found = find_nonfinite(lambda x, y: x / y)(half(0, 3, 6e4, 1), half(1, 2, 6e-8, 0))

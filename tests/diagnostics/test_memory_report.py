@@ -272,7 +272,7 @@ def test_options_of_autocast_hold_and_need_a_policy():
 def test_half_copies_of_parameters_are_no_activations():
     params = {"layers": [jnp.ones((64, 64))] * 3}
     small, large = (report(mlp, params, jnp.ones((b, 64)), policy=F16) for b in (32, 64))
-    # Of the first layer none is kept: x needs no gradient.
+    # The first layer keeps none: x needs no gradient.
     assert small.copy_bytes == large.copy_bytes == {"float16": 2 * 2 * 64 * 64}
     assert large.parts["activations"] == 2 * small.parts["activations"] > 0
     assert large.activations == 2 * small.activations

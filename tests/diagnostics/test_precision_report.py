@@ -364,7 +364,7 @@ def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
         assert f"dot_general x {layers} [1]" in head
         assert f"{len(found.rows)} rows; repeated modules" in texts[layers]
         assert "report.table() shows each row" in texts[layers]
-        # A line for each row, and for each reason; more where a row is wider than the table.
+        # Each row and each reason has a line, or more if it is wider than the table.
         assert len(found.table().splitlines()) >= len(found.rows) + 6
     assert len(texts[2].splitlines()) == len(texts[3].splitlines()) <= 40
     # Summary, hazards, rows; the place from the package or the working directory on.
@@ -393,43 +393,26 @@ def row(module, source="model.py:1", **fields):
     return Row("product", "dot_general", module, source, flops=2, **fields)
 
 
-REPEATED = {
+LAYERS = [row(f"net/h/{i}/mlp") for i in range(12)]
+BLOCKS = [(f"Block_{i}/Dense_{j}", f"model.py:{j}") for i in range(3) for j in range(2)]
+REPEATED = [
+    (LAYERS, [("net/h/*/mlp", 12)]),
+    # Another reason or dtype is another row, and a single one says whose it is.
+    ([*LAYERS, row("net/h/12/mlp", why="a rule")], [("net/h/*/mlp", 12), ("net/h/12/mlp", 1)]),
+    ([*LAYERS, row("net/h/9/mlp", dtype_in="f4")], [("net/h/*/mlp", 12), ("net/h/9/mlp", 1)]),
     # A number that all have stays.
-    "layers": ([row(f"net2/h/{i}/mlp") for i in range(12)], [("net2/h/*/mlp", 12)]),
-    # Another reason, dtype or module is another row; a single one says whose it is.
-    "others among them": (
-        [
-            *(row(f"net2/h/{i}/mlp") for i in range(3)),
-            row("net2/h/3/mlp", why="a rule"),
-            row("net2/h/4/mlp", dtype_in="float32"),
-        ],
-        [("net2/h/*/mlp", 3), ("net2/h/3/mlp", 1), ("net2/h/4/mlp", 1)],
-    ),
-    "suffixes": (
-        [row("conv2d_1"), row("conv2d_2"), row("conv")],
-        [("conv2d_*", 2), ("conv", 1)],
-    ),
-    "inside others": (
-        [row(f"Block_{i}/Dense_{j}", f"model.py:{j}") for i in range(3) for j in range(2)],
-        [("Block_*/Dense_0", 3), ("Block_*/Dense_1", 3)],
-    ),
-    "inside others at one line": (
-        [row(f"Block_{i}/Dense_{j}") for i in range(3) for j in range(2)],
-        [("Block_*/Dense_*", 6)],
-    ),
-    "two lines of each module": (
-        [row(f"h/{i}", f"model.py:{line}") for i in range(3) for line in (5, 7)],
-        [("h/*", 3), ("h/*", 3)],
-    ),
-    "two lines of no module": (
-        [row("", f"model.py:{line}") for line in (5, 7)],
-        [("", 1), ("", 1)],
-    ),
-    "no rows": ([], []),
-}
+    ([row("conv2d_1"), row("conv2d_2"), row("conv")], [("conv2d_*", 2), ("conv", 1)]),
+    # Modules that repeat inside others, from two lines and from one.
+    ([row(*each) for each in BLOCKS], [("Block_*/Dense_0", 3), ("Block_*/Dense_1", 3)]),
+    ([row(name) for name, _ in BLOCKS], [("Block_*/Dense_*", 6)]),
+    # Two lines of one module, or of none, stay two rows.
+    ([row(f"h/{i}", f"model.py:{j}") for i in range(3) for j in (5, 7)], [("h/*", 3), ("h/*", 3)]),
+    ([row("", "model.py:5"), row("", "model.py:7")], [("", 1), ("", 1)]),
+    ([], []),
+]
 
 
-@pytest.mark.parametrize(("rows", "expected"), REPEATED.values(), ids=REPEATED.keys())
+@pytest.mark.parametrize(("rows", "expected"), REPEATED)
 def test_modules_that_repeat_make_one_row(rows, expected):
     found = added_up(rows, with_repeated=True)
     assert [(row.module, row.times) for row in found] == expected
@@ -569,7 +552,7 @@ def test_a_float32_cache_that_comes_in_and_goes_out_is_a_hazard():
             assert len(found) == hazards
             assert all("an argument of 2.1 MB is a cache in float32" in one for one in found)
 
-    # What a training step returns is no cache.
+    # The result of a training step is no cache.
     sgd = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
     large = jax.ShapeDtypeStruct((64, 8192), jnp.float32)
     assert not any(

@@ -209,7 +209,7 @@ def test_a_range_wider_than_float16_loses_nothing_in_bfloat16():
     (row,) = report.rows
     assert row.shares("float16", 2.0**14).underflow == 0.5
     scale = report.best_scale("bfloat16")
-    assert scale == 2.0**126  # held where the reciprocal is a normal number
+    assert scale == 2.0**126  # the largest whose reciprocal is a normal number
     assert row.shares("bfloat16", scale).lost == 0
 
 
@@ -344,7 +344,7 @@ def test_what_is_bound_as_a_whole_is_counted_at_its_outputs():
 
 
 def elementwise(w, x):
-    # JAX asks for the sharding of a sharded product's gradient where types name shardings.
+    # JAX asks for the sharding of a sharded product's gradient if types name shardings.
     return 1e-4 * jnp.mean(jnp.exp(x * w))
 
 
@@ -507,7 +507,7 @@ def test_printed():
     assert "activation gradients in float16, most is lost first:" in text
     assert "dot_general" in text and " %" in text and "best static scale: 2^" in text
     assert "activations in float16" not in text  # nothing is lost there
-    # What is scaled is shown as it is and under the best scale.
+    # Scaled values are shown as they are and under the best scale.
     text = str(diagnostics.range_report(jnp.array([1e-3, 1.0])))
     shown = r"^ *{} +2\^{} .* {} *$"
     assert re.search(shown.format("value", 0, "-10 to 0"), text, re.M)

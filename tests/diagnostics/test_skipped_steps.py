@@ -105,7 +105,7 @@ def test_it_waits_for_nothing_and_copies_nothing_to_the_host():
     state = after([1], scaled_sgd(jmp.DynamicLossScale(8.0)))
     found = diagnostics.metrics(state, steps=jnp.int32(1))
     assert found["skipped_steps"] is state.skipped_steps
-    # What reads a value would fail on a tracer.
+    # A function that reads a value would fail on a tracer.
     shapes = jax.eval_shape(diagnostics.metrics, state)
     assert shapes["loss_scale"].shape == ()
 

@@ -158,7 +158,7 @@ def test_one_step_is_scaled_value_and_grad_bit_by_bit_without_a_loop(scale, skip
         (value, aux), gradient = transform(grad_fn)(*arguments)
         (expected, other), truth = transform(single)(*arguments)
         same((value, gradient), (expected, truth))
-        same(aux, jax.tree.map(lambda leaf: leaf[None], other))  # the rank is that of any steps
+        same(aux, jax.tree.map(lambda leaf: leaf[None], other))  # the same rank as with more steps
 
 
 def test_one_step_with_weights_has_no_loop_either():
@@ -353,7 +353,7 @@ def test_devices_that_share_rows_agree_which_micro_batch_is_bad(mesh, check_vma)
     np.testing.assert_array_equal(np.ravel(gradients), [5.0 * SCALE] * 2)
 
 
-# What the optimizer does with it.
+# Steps of an optimizer with accumulated gradients.
 
 
 @pytest.mark.parametrize("skip", ["window", "micro_batch"])

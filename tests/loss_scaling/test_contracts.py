@@ -261,7 +261,7 @@ def test_float16_gradients_of_every_size_survive_unscaling(case):
     numbers = cases.edges("float16")
     unscaled = case.make().unscale(jnp.asarray(numbers))
     expected = exact(case, numbers, times=-1)
-    # What float32 cannot hold as a normal number is flushed to zero.
+    # A number that float32 cannot hold as a normal one is flushed to zero.
     expected[np.abs(expected) < np.finfo(np.float32).tiny] = 0
     np.testing.assert_array_equal(np.asarray(unscaled, np.float64), expected)
 

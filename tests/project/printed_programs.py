@@ -49,7 +49,7 @@ def check_types():
         for name, code in programs.items():
             pathlib.Path(folder, f"{name}.py").write_text(code)
         pathlib.Path(folder, "mypy.ini").write_text(settings)
-        cache = ROOT / ".mypy_cache" / "printed_programs"  # its settings are not those of jmp
+        cache = ROOT / ".mypy_cache" / "printed_programs"  # it has settings of its own
         command = [sys.executable, "-m", "mypy", "--cache-dir", str(cache), "."]
         return subprocess.run(command, cwd=folder, check=False).returncode
 

@@ -106,7 +106,7 @@ def test_the_models_attend_alike_with_cudnn(monkeypatch):
 
 
 def test_ratios_are_within_a_round_and_come_with_an_interval():
-    # Of a machine now slow, now fast.
+    # The machine is slow at one moment and fast at the next.
     moments = iter(np.random.default_rng(0).uniform(1, 100, 1000))
 
     def candidates():
@@ -191,7 +191,7 @@ def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_tim
     assert limits == {
         "by hand, dynamic loss scaling": "12.50",
         "float32, exact products": "25.00",
-        "float32, TF32 products": "",  # another program than that of exact products
+        "float32, TF32 products": "",  # it runs another program than exact products
     }
 
 

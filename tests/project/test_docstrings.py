@@ -44,7 +44,7 @@ NAMES = list(public_names())
 @pytest.mark.parametrize("value", NAMES)
 def test_a_public_name_has_an_example_that_compares_a_result(value):
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
-    # What asserts and checks returns nothing, or raises.
+    # An assertion or a check returns nothing, or raises.
     returns = not value.__name__.startswith(("assert_", "check_"))
     assert any(example.want or not returns for example in examples), "no example with a result"
 

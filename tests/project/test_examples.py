@@ -16,7 +16,7 @@ from tests.project.running import TINY, completed, refusal, run_example_alone
 
 matplotlib.use("Agg")
 
-# Another file has that of `grpo`.
+# Another file tests `grpo`.
 WRITING = [name for name in TINY if name != "grpo"]
 
 

@@ -1,4 +1,4 @@
-"""The GPT example, end to end on a small text, and in pieces where a mistake would not show."""
+"""The GPT example, end to end on a small text, and in pieces if a mistake would not show there."""
 
 import dataclasses
 import functools

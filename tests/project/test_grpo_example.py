@@ -137,7 +137,7 @@ def test_two_devices_train_as_one_does(grpo, made):
 
 def gap(grpo, made, *kind, **more):
     programs, state, rows = made(grpo.Kind(*kind, **more))
-    # Eight steps: the gap of two is that of a few dozen tokens, and differs between processors.
+    # Eight steps: two have a few dozen tokens, whose gap differs between processors.
     return np.mean([found[2] for found in steps_of(programs, state, rows, 8)[0]])
 
 

@@ -74,7 +74,7 @@ def test_no_modules_import_one_another_in_a_cycle():
     imports = {}
     for name, path in modules.items():
         found = set(imported_modules(path))
-        # What is no module itself is a name in one.
+        # An import that is no module is a name in one.
         found |= {module.rpartition(".")[0] for module in found - set(modules)}
         imports[name] = found & set(modules)
     graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the cycle
@@ -301,7 +301,7 @@ def test_nothing_is_written_on_a_value_or_a_node_after_its_graph_is_made(path):
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                # What is no value and no node may write on itself.
+                # Objects other than values and nodes may write on themselves.
                 is_own = path.name != "_graph.py" and ast.unparse(node.value) == "self"
                 is_allowed = is_own or node.attr == "__name__"
                 assert is_allowed, f"{path}:{node.lineno} writes .{node.attr}"

@@ -9,7 +9,7 @@ from docs import mistakes as page
 from jmp.autocasting import all_rules
 from testbed.mistakes import MISTAKES, names
 
-# What a mistake could have changed.
+# A mistake could have changed these.
 STATEFUL = ("params", "half_params", "x", "scale", "opt_state", "state", "eqx_model", "eqx_state")
 
 

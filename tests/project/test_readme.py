@@ -20,7 +20,7 @@ PROGRAMS = {
 }
 
 
-# What a program of these pages prints is the text below it, but for the last digits.
+# A program of these pages prints the text below it, but for the last digits.
 PRINTED = dict(
     program
     for name in ("troubleshooting",)
@@ -78,7 +78,7 @@ def test_a_page_links_only_to_what_exists(page):
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What a page tells its reader to install must run its programs, and these.
+# The packages that a page tells its reader to install must run its programs, and these.
 PROGRAMS_OF = {
     "README.md": [
         f"examples/{name}.py" for name in ("quickstart", "autoencoder", "char_lm", "_common")

@@ -92,7 +92,7 @@ def test_float8_trained_as_bfloat16_did_wherever_it_could_run():
     assert all(abs(row["difference"]) <= 0.04 for row in gpt["rows"])
     assert digits["passed"] and len(digits["seeds"]) >= 10
     assert abs(digits["difference"]) <= 2 * digits["standard_error"]
-    # What could be float8 was.
+    # All products that could be float8 were.
     reasons = {why.split(":")[0] for why in gpt["not_float8"]}
     assert len(reasons) == 2 and not any("small" in why for why in reasons)
 
@@ -108,7 +108,7 @@ def test_spoilt_steps_are_those_of_numpy_bit_by_bit(scale, storage):
 
 
 def test_the_examination_counts_what_the_tests_have():
-    """Its other figures are marked: they are those of files."""
+    """Its other figures are marked and come from files."""
     orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *AROUND_MASTERS, *MOVING_TAIL]
     page = " ".join((ROOT / "docs" / "examination.md").read_text().split())
     for sentence in (

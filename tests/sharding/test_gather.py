@@ -19,9 +19,21 @@ ROWS = 16
 WAYS = ["tracked", "untracked", "explicit"]
 
 
+DATA, REPLICAS = {"data": 8}, {"replica": 2, "data": 4}
+BOTH = ("replica", "data")
+ROWS_OF_ALL = P(BOTH)
+FSDP = {"first": P("data"), "bias": P("data"), "second": P(None, "data"), "scale": P()}
+HSDP = jax.tree.map(lambda spec: P(*spec, reduced={"replica"}), FSDP)
+
+
 def make_mesh(axes, way="tracked"):
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def mapped(function, mesh, in_specs, out_specs, way="tracked"):
+    options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": way == "tracked"}
+    return jax.shard_map(function, mesh=mesh, **options)
 
 
 def parameters():
@@ -61,14 +73,7 @@ def gradients_on(mesh, way, specs, rows_spec, gathered_by, dtype="f32", reduce_d
     if way == "explicit":
         with jax.set_mesh(mesh):
             return jax.jit(gradients)(jax.tree.map(place, params, specs), place(x, rows_spec))
-    mapped = jax.shard_map(
-        gradients,
-        mesh=mesh,
-        in_specs=(specs, rows_spec),
-        out_specs=specs,
-        check_vma=way == "tracked",
-    )
-    return jax.jit(mapped)(params, x)
+    return jax.jit(mapped(gradients, mesh, (specs, rows_spec), specs, way))(params, x)
 
 
 def assert_gradients_of_one_device(gradients):
@@ -78,59 +83,36 @@ def assert_gradients_of_one_device(gradients):
         np.testing.assert_allclose(gradient, expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-FSDP = {"first": P("data"), "bias": P("data"), "second": P(None, "data"), "scale": P()}
+NAMED = {"first": P("data"), "bias": P(), "second": P("data"), "scale": P("data")}
+TWO = {"first": P(BOTH), "bias": P(BOTH), "second": P("data", "replica"), "scale": P()}
+LAYOUTS = {  # how axes are mapped, the mesh, the parameters, by what they are gathered
+    "FSDP": ("tracked", DATA, FSDP, FSDP),
+    "FSDP, untracked": ("untracked", DATA, FSDP, FSDP),
+    "FSDP, explicit": ("explicit", DATA, FSDP, P()),
+    "replicas of shards": ("tracked", REPLICAS, FSDP, HSDP),
+    "replicas of shards, untracked": ("untracked", REPLICAS, FSDP, HSDP),
+    "replicas that are not named": ("tracked", REPLICAS, FSDP, FSDP),
+    "replicas that are added up by hand": ("untracked", REPLICAS, FSDP, FSDP),
+    "replicas of shards, explicit": ("explicit", REPLICAS, FSDP, P()),
+    "an axis along which nothing differs": ("tracked", {"idle": 2, "data": 4}, FSDP, FSDP),
+    "a name": ("tracked", DATA, NAMED, "data"),  # adds up what is not sharded along it
+    "a name, explicit": ("explicit", DATA, NAMED, "data"),
+    "a dimension along two axes": ("tracked", REPLICAS, TWO, TWO),
+    "a dimension along two axes, untracked": ("untracked", REPLICAS, TWO, TWO),
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_one_device(way):
-    mesh = make_mesh({"data": 8}, way)
-    by = P() if way == "explicit" else FSDP
-    gradients = gradients_on(mesh, way, FSDP, P("data"), by)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_device(layout):
+    way, axes, specs, by = LAYOUTS[layout]
+    mesh = make_mesh(axes, way)
+    rows_spec = ROWS_OF_ALL if axes == REPLICAS else P("data")
+    by_hand = ("replica",) if "by hand" in layout else ()
+    gradients = gradients_on(mesh, way, specs, rows_spec, by, dp=by_hand)
     assert_gradients_of_one_device(gradients)
-    for name, spec in FSDP.items():
+    for name, spec in specs.items():
         own = NamedSharding(mesh, spec)
         assert gradients[name].sharding.is_equivalent_to(own, gradients[name].ndim), name
-
-
-HSDP = jax.tree.map(lambda spec: P(*spec, reduced={"replica"}), FSDP)
-ROWS_OF_ALL = P(("replica", "data"))
-
-
-@pytest.mark.parametrize(
-    ("way", "by", "by_hand"),
-    [
-        ("tracked", HSDP, ()),
-        ("untracked", HSDP, ()),
-        ("tracked", FSDP, ()),
-        ("untracked", FSDP, ("replica",)),
-        ("explicit", P(), ()),
-    ],
-    ids=["tracked", "untracked", "tracked-not-named", "untracked-not-named", "explicit"],
-)
-def test_replicas_of_shards_add_up_once(way, by, by_hand):
-    mesh = make_mesh({"replica": 2, "data": 4}, way)
-    gradients = gradients_on(mesh, way, FSDP, ROWS_OF_ALL, by, dp=by_hand)
-    assert_gradients_of_one_device(gradients)
-
-
-def test_an_axis_that_is_not_named_and_along_which_nothing_differs_adds_nothing():
-    mesh = make_mesh({"idle": 2, "data": 4})
-    assert_gradients_of_one_device(gradients_on(mesh, "tracked", FSDP, P("data"), FSDP))
-
-
-@pytest.mark.parametrize("way", ["tracked", "explicit"])
-def test_a_name_gathers_what_is_sharded_along_it_and_adds_up_the_rest(way):
-    specs = {"first": P("data"), "bias": P(), "second": P("data"), "scale": P("data")}
-    gradients = gradients_on(make_mesh({"data": 8}, way), way, specs, P("data"), "data")
-    assert_gradients_of_one_device(gradients)
-
-
-@pytest.mark.parametrize("way", ["tracked", "untracked"])
-def test_one_dimension_may_lie_along_two_axes(way):
-    mesh = make_mesh({"replica": 2, "data": 4})
-    both = ("replica", "data")
-    specs = {"first": P(both), "bias": P(both), "second": P("data", "replica"), "scale": P()}
-    assert_gradients_of_one_device(gradients_on(mesh, way, specs, P(both), specs))
 
 
 def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
@@ -149,15 +131,13 @@ def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
         out = jax.lax.psum(hidden @ params["second"], "model") * params["scale"][None]
         return jnp.sum(out**2)
 
-    gradients = jax.shard_map(
-        jax.grad(loss), mesh=mesh, in_specs=(specs, P("data")), out_specs=specs
-    )
+    gradients = mapped(jax.grad(loss), mesh, (specs, P("data")), specs)
     assert_gradients_of_one_device(jax.jit(gradients)(parameters(), rows()))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_sums_of_half_gradients_have_the_error_of_one_device(way):
-    mesh = make_mesh({"replica": 2, "data": 4}, way)
+    mesh = make_mesh(REPLICAS, way)
     by = P() if way == "explicit" else HSDP
     warns = pytest.warns(UserWarning) if way == "explicit" else contextlib.nullcontext()
     with warns:
@@ -172,7 +152,7 @@ def test_float32_sums_of_half_gradients_have_the_error_of_one_device(way):
 
 def partials_on(way, partials, reduce_dtype):
     """Returns the gradient of a row of parameters, of which each device's part is given."""
-    mesh = make_mesh({"data": 8}, way)
+    mesh = make_mesh(DATA, way)
     w = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P("data")))
     x = jnp.tile(jnp.array(partials, jnp.float16)[:, None], (1, 8))
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
@@ -186,18 +166,11 @@ def partials_on(way, partials, reduce_dtype):
     if way == "explicit":
         with jax.set_mesh(mesh):
             return jax.jit(jax.grad(loss))(w, x)
-    gradient = jax.shard_map(
-        jax.grad(loss),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=way == "tracked",
-    )
-    return jax.jit(gradient)(w, x)
+    return jax.jit(mapped(jax.grad(loss), mesh, P("data"), P("data"), way))(w, x)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_partial_sums_that_cancel_are_finite_in_float32_alone(way):
+def test_partial_sums_that_cancel_are_finite_only_in_float32(way):
     partials = [5e4] * 4 + [-5e4] * 4
     assert jnp.all(partials_on(way, partials, "f32") == 0)
     assert not jnp.isfinite(partials_on(way, partials, None)).any()
@@ -222,16 +195,14 @@ COLLECTIVE = re.compile(r":(\w+)\[[^\]]*\]\S* = (all_gather|reduce_scatter|psum\
 )
 def test_each_collective_has_the_dtype_asked(reduce_dtype, sums, wrapped):
     """In the program as traced: a CPU adds up bfloat16 in float32."""
-    mesh = make_mesh({"replica": 2, "data": 4})
+    mesh = make_mesh(REPLICAS)
 
     def loss(params, x):
         return loss_of(jmp.gather_params(params, HSDP, "bf16", reduce_dtype), x)
 
     if wrapped:
         loss = jmp.autocast(loss, "mixed_bfloat16")
-    gradients = jax.shard_map(
-        jax.grad(loss), mesh=mesh, in_specs=(FSDP, ROWS_OF_ALL), out_specs=FSDP
-    )
+    gradients = mapped(jax.grad(loss), mesh, (FSDP, ROWS_OF_ALL), FSDP)
     found = COLLECTIVE.findall(str(jax.make_jaxpr(gradients)(parameters(), rows())))
     by_kind = collections.Counter((kind.split("_inv")[0], dtype) for dtype, kind in found)
     assert by_kind == {("all_gather", "bf16"): 3, ("reduce_scatter", sums): 3, ("psum", sums): 4}
@@ -239,7 +210,7 @@ def test_each_collective_has_the_dtype_asked(reduce_dtype, sums, wrapped):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_floating_array_comes_back_as_it_is(way):
-    mesh = make_mesh({"data": 8}, way)
+    mesh = make_mesh(DATA, way)
     others = {"step": jnp.int32(3), "none": None, "name": "w", "ids": np.arange(8)}
     others["float0"] = np.zeros(2, jax.dtypes.float0)
     found = {}
@@ -252,53 +223,42 @@ def test_what_is_no_floating_array_comes_back_as_it_is(way):
     if way == "explicit":
         shape = jax.eval_shape(gathered, w)
     else:
-        options = dict(in_specs=P("data"), out_specs=P("data"), check_vma=way == "tracked")
-        shape = jax.eval_shape(jax.shard_map(gathered, mesh=mesh, **options), w)
+        shape = jax.eval_shape(mapped(gathered, mesh, P("data"), P("data"), way), w)
     assert shape.dtype == np.float16 and found["w"].shape == (8, 2)
     assert all(found[name] is others[name] for name in others)
 
 
 def test_half_parameters_get_half_gradients():
-    mesh = make_mesh({"data": 8})
-    gradient = jax.shard_map(
-        jax.grad(lambda w: jmp.gather_params(w, "data", "f16", "f32").astype(jnp.float32).sum()),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
+    loss = lambda w: jmp.gather_params(w, "data", "f16", "f32").astype(jnp.float32).sum()
+    gradient = mapped(jax.grad(loss), make_mesh(DATA), P("data"), P("data"))
     assert jax.eval_shape(gradient, jnp.ones((8, 2), jnp.float16)).dtype == np.float16
 
 
 def test_a_layer_may_be_gathered_inside_a_scan_and_again_in_its_backward_pass():
-    mesh = make_mesh({"data": 8})
     layers = np.stack([parameters()["first"][:, :8]] * 3)
 
     def loss(layers, x, gathered=lambda w: w):
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ gathered(w)), None))
         return jnp.sum(jax.lax.scan(layer, x, layers)[0] ** 2)
 
-    gradient = jax.shard_map(
-        jax.grad(lambda layers, x: loss(layers, x, lambda w: jmp.gather_params(w, "data", "f32"))),
-        mesh=mesh,
-        in_specs=(P(None, "data"), P("data")),
-        out_specs=P(None, "data"),
-    )
+    gathered = lambda layers, x: loss(layers, x, lambda w: jmp.gather_params(w, "data", "f32"))
+    specs = P(None, "data"), P("data")
+    gradient = mapped(jax.grad(gathered), make_mesh(DATA), specs, specs[0])
     expected = jax.jit(jax.grad(loss))(layers, rows())
     np.testing.assert_allclose(jax.jit(gradient)(layers, rows()), expected, rtol=2e-5, atol=2e-5)
 
 
-# What is refused
+# Mistakes
 
 
 def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_says_so():
-    mesh = make_mesh({"data": 8}, "explicit")
+    mesh = make_mesh(DATA, "explicit")
     place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P()))
     params = jax.tree.map(place, parameters())
     with pytest.warns(UserWarning, match="'bias', 'scale' are added up in float16, not in float32"):
         jax.eval_shape(lambda p: jmp.gather_params(p, P(), "f16", "f32"), params)
-    jax.eval_shape(
-        lambda p: jmp.gather_params(p, P(), "f16"), params
-    )  # a warning is an error in tests
+    # Without a dtype of sums there is no warning, which would be an error in tests.
+    jax.eval_shape(lambda p: jmp.gather_params(p, P(), "f16"), params)
 
 
 @pytest.mark.parametrize(
@@ -317,22 +277,20 @@ def test_specs_that_do_not_fit_are_refused_in_shard_map(specs_or_axis, words):
     def gathered(w):
         return jmp.gather_params({"w": w, "z": jnp.ones(2)}, specs_or_axis, "f16")["w"]
 
-    mapped = jax.shard_map(
-        gathered, mesh=make_mesh({"data": 8}), in_specs=P("data"), out_specs=P("data")
-    )
+    on_devices = mapped(gathered, make_mesh(DATA), P("data"), P("data"))
     with pytest.raises(ValueError, match=re.escape(words)):
-        jax.eval_shape(mapped, jnp.ones((8, 2)))
+        jax.eval_shape(on_devices, jnp.ones((8, 2)))
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_refused_along_explicit_axes():
-    mesh = make_mesh({"data": 8}, "explicit")
+    mesh = make_mesh(DATA, "explicit")
     w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match="'model' .*; expected one of the explicit axes: 'data'"):
         jmp.gather_params(w, "model", "f16")
 
 
 def test_under_jit_with_auto_axes_xla_gathers():
-    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(make_mesh({"data": 8}), P("data")))
+    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(make_mesh(DATA), P("data")))
     way_out = r"leave the call out and write jmp\.autocast\(fun, 'mixed_float16,r=f32'\)"
     with pytest.raises(ValueError, match=way_out):
         jax.jit(lambda w: jmp.gather_params(w, "data", "f16"))(w)
