@@ -1,4 +1,4 @@
-"""Plans as text: one line a step, what is inside below it; and the files that have those of tests.
+"""Writes plans as text, one line a step, and reads the files that hold the plans of the tests.
 
 A line is a step. `f32>f16` is a float32 operand that is read in half, `->` what is stored.
 `python -m tests.autocasting.plans` writes the plans that are made now of the programs in
@@ -56,7 +56,7 @@ def plan_of(fun, *args, policy="mixed_float16", **options):
 
 
 def listing(plan):
-    """The lines of a plan. A reason is left out where it is that of the op table."""
+    """The lines of a plan. A reason is left out if the op table gives it."""
     lines = []
     for step in plan.steps:
         if isinstance(step, Island):

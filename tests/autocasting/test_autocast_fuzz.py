@@ -1,4 +1,4 @@
-"""Random programs: autocast never crashes where float32 does not, and is right up to roundings."""
+"""Random programs: autocast never crashes if float32 does not, and is right up to roundings."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -57,7 +57,7 @@ def test_gradients_of_random_programs(names, seed):
     got = total(jmp.autocast(program(names), "mixed_float16"))(x)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert np.isfinite(got).all() == np.isfinite(expected).all()
-    # A maximum, relu or clip may go the other way where it is a near tie: most entries agree.
+    # A maximum, relu or clip may go the other way at a near tie: most entries agree.
     eps = float(jnp.finfo(jnp.bfloat16 if "inner autocast" in names else jnp.float16).eps)
     bound = min(4 * eps * 2 ** turns(names), 0.25) * max(1, np.abs(expected).max())
     assert np.quantile(np.abs(got - expected), 0.75) <= bound

@@ -264,7 +264,7 @@ def test_a_loop_that_runs_to_a_tolerance_ends_when_float32_ends(at_tolerance, ha
     autocast = functools.partial(jmp.autocast, policy=f"mixed_{half}")
     for function in TO_A_TOLERANCE:
         products = product_dtypes(autocast(function), WEIGHTS[0], BIASES[0])
-        assert set(products) <= {"float32"}  # those of a root are hidden in JAX 0.12
+        assert set(products) <= {"float32"}  # JAX 0.12 hides the products of a root
     for name, (count, x) in each_on_all_maps(lambda f: jax.vmap(autocast(f))).items():
         np.testing.assert_array_equal(count, at_tolerance[name][0], name)
         np.testing.assert_allclose(x, at_tolerance[name][1], atol=TOLERANCE, err_msg=name)

@@ -16,7 +16,7 @@ from tests.products import equations, product_dtypes_of
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
 HALVES = {
-    # Loss scale; error of the gradient, and that of a ResNet at random initialisation (the network
+    # Loss scale; error of the gradient, and of a ResNet's at random initialisation (the network
     # amplifies any rounding).
     "float16": (2.0**12, 5e-3, 0.15),
     "bfloat16": (1.0, 4e-2, 0.6),

@@ -91,7 +91,7 @@ REGIONS = {
     "a ragged product": lambda x: lax.ragged_dot(x, X[None], jnp.array([4])),
     "a complex product": lambda x: jnp.abs(jnp.fft.fft(x) @ X.astype(jnp.complex64)),
     "custom_vjp": custom_vjp,
-    "a product backward alone": product_backward_alone,
+    "a product only backward": product_backward_alone,
     "custom_jvp": custom_jvp,
     "scan": lambda x: lax.scan(lambda c, _: (custom_vjp(c) @ X, None), x, length=2)[0],
     "cond": lambda x: lax.cond(x[0, 0] > 0, custom_jvp, lambda x: x @ X, x),
@@ -116,7 +116,7 @@ def test_every_product_of_a_region_has_the_highest_precision(region, around):
         pytest.skip("JAX has no such product")
     x = X[None] if around == "vmap" else X
     precisions = found(function, x)
-    has_none = region == "a product backward alone" and around in ("call", "vmap")
+    has_none = region == "a product only backward" and around in ("call", "vmap")
     assert set(precisions) == (set() if has_none else {"HIGHEST"})
 
 
@@ -226,7 +226,7 @@ def test_the_reason_is_the_users_word():
 
 
 def test_what_a_precise_product_reads_is_not_rounded_before():
-    # gelu feeds the precise product alone, also where the product stands in a loop.
+    # Only the precise product reads the gelu, here in a loop.
     def function(x):
         y = jax.nn.gelu(x @ X)
         step = lambda carry, _: (jnp.matmul(carry, X, precision="highest"), None)
@@ -302,7 +302,7 @@ def test_the_default_precision_is_that_of_the_products_that_stay_float32(around)
     assert [dtype for dtype, _ in found] == [dtype for dtype, _ in without]
     assert {p for dtype, p in without if dtype == "float32"} == {None, "HIGHEST"}
     assert {p for dtype, p in found if dtype == "float32"} == {"HIGH", "HIGHEST"}
-    # It stands in place of the HIGHEST of a region, and not of that of a product.
+    # It replaces the HIGHEST of a region. It does not replace the HIGHEST of a product.
     named = [dtype == "float32" and p == "HIGHEST" for dtype, p in found]
     assert 0 < sum(named) < sum(p == "HIGHEST" for _, p in without)
 

@@ -36,7 +36,7 @@ def rounded_by_a_product(x, half=None, dtype=None):
     """The same numbers as two products leave them: half, under autocast. Each sum has one term.
 
     By hand, products in `half` of what is read in `dtype`, with casts where autocast puts them.
-    Two, because a product of inputs alone stays float32 if a sine or `floor` reads it.
+    Two, because a product of only inputs stays float32 if a sine or `floor` reads it.
     """
     flat = jnp.reshape(x, (1, -1))
     assert flat.size > 1, "this would be a multiplication"
@@ -99,7 +99,7 @@ def test_right_to_the_last_bit(name, call, inputs, half):
 
 
 # Those that are elementwise are the same operations on a larger array.
-# Of ragged products JAX itself maps over the first axis alone.
+# JAX itself maps ragged products only over the first axis.
 ELEMENTWISE = {name for name, rule in all_rules().items() if rule.elementwise}
 LEFT_OUT = {*UNARY, *ELEMENTWISE, *SERIES, "ragged_dot_general"}
 BATCHED = [case for case in OP_CASES if case[0] not in LEFT_OUT]

@@ -137,7 +137,7 @@ def test_gradients_on_tpus_are_as_exact_as_on_gpus(size):
     errors = []
     for platform in ("gpu", "tpu"):
         lowered = jax.jit(jax.grad(on(platform), argnums=(0, 1, 2))).lower(*args)
-        # Else XLA leaves out, on a CPU and with the plan for GPUs alone, the rounding of scores.
+        # Else XLA leaves out the rounding of scores, on a CPU and only with the plan for GPUs.
         found = lowered.compile({"xla_allow_excess_precision": False})(*args)
         errors.append(largest_error(list(found), exact))
     on_gpu, on_tpu = errors

@@ -379,7 +379,7 @@ def test_an_effect_whose_result_nobody_reads_is_kept():
 
 
 def test_cotangents_of_a_part_add_up_in_float32():
-    """Those of a part that is read twice are rounded once, as their sum."""
+    """A part that is read twice has two cotangents. Their sum is rounded once."""
 
     def loss(x, w):
         first, second = jnp.split(x @ w, 2, 1)

@@ -1,4 +1,4 @@
-"""Carries of loops: what products alone read is half, what arithmetic reads is float32.
+"""A loop's carry is half if only products read it, and float32 if arithmetic reads it.
 
 Each program is a turn of a loop. The carry that is asked about is called "kept"; beside it is "x",
 the activation. The loop is a scan and a while loop.
@@ -155,7 +155,7 @@ def added_to(amount):
 
 
 def next_to_a_sum(kept, x, t):
-    """A float32 sum receives what products alone read."""
+    """A float32 sum receives a carry that otherwise only products read."""
     h, total = kept
     return (jnp.tanh(h @ W), total + h), x @ W
 
@@ -439,17 +439,16 @@ def test_a_mask_that_a_loop_closes_over_stays_within_the_range_of_float16(apply)
     assert abs(jmp.autocast(function, "mixed_float16")(mask, w) - function(mask, w)).max() < 0.01
 
 
-def test_buffers_that_change_places_are_float32_where_a_sum_reads_them_afterwards():
+def test_buffers_that_change_places_are_float32_if_a_sum_reads_them_afterwards():
     def function(a, b):
         def turn(carry, _):
             a, b, x = carry
             return (b, a, jnp.tanh(x @ W + a[:1] @ W)), None
 
-        (a, b, _), _ = scanned(turn, (a, b, a[:1]), 6)
-        return jnp.sum(a - 1000.0), jnp.sum(b)
+        return jnp.sum(scanned(turn, (a, b, a[:1]), 6)[0][0] - 1000.0)
 
     a, b = (1000 + jax.random.uniform(jax.random.key(i), (ROWS, WIDTH)) for i in (0, 1))
-    assert error_of(lambda a, b: function(a, b)[0], "mixed_bfloat16", a, b) == 0
+    assert error_of(function, "mixed_bfloat16", a, b) == 0
 
 
 # Loops that floating numbers end.

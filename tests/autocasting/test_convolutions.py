@@ -56,7 +56,7 @@ def test_on_a_tpu_the_gradient_of_its_kernel_is_the_same_and_reverses_no_image(c
     on_gpu, on_tpu = (gradients(loss, platform)(w, x) for platform in ("gpu", "tpu"))
     assert [g.dtype for g in on_tpu] == [jnp.float32] * 2
     for ours, others, reference in zip(on_tpu, on_gpu, exact, strict=True):
-        # Both are rounded to half; on a CPU XLA leaves that out where a cast to float32 follows.
+        # Both are rounded to half; on a CPU XLA leaves that out before a cast to float32.
         assert relative_error(ours, reference) <= relative_error(others, reference) + 2.0**-9
         assert relative_error(ours, reference) <= 2.0**-7
     assert program(loss, "tpu", w, x) != program(loss, "gpu", w, x)

@@ -849,7 +849,7 @@ def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():
         ]
 
     assert set(dtypes(F8)) == {"bfloat16 to bfloat16"}
-    # Of the input, which may be a parameter as well, too. For a CPU they are there another time.
+    # The input may be a parameter too, so its gradient is one of these. A CPU has them twice.
     assert dtypes(f"{F8},r=f32").count("bfloat16 to float32") == 4
     got = jax.grad(jmp.autocast(loss, f"{F8},r=f32"))(W, X)
     same(got, jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)

@@ -96,7 +96,7 @@ def with_slopes(q, k, v):
 
 
 def far_from_zero(q, k, v):
-    """ALiBi by the place of the key alone, and numbers that make no difference."""
+    """ALiBi with only the place of the key, and numbers that make no difference."""
     x = scores(q[:, :, :2], k) + (3000 + 0.5 * jnp.arange(LENGTH))[None, None, None]
     return weigh(jax.nn.softmax(jnp.where(CAUSAL[None, None], x, -1e9) - 3.0), v)
 
@@ -143,7 +143,7 @@ FOUND = {
 
 
 def stand_in(query, key, value, *terms, implementation=None, **options):
-    """JAX's attention, in float32 where cuDNN's was asked for."""
+    """JAX's attention, in float32 if cuDNN's was asked for."""
     if implementation != "cudnn":
         return attention_of_jax(query, key, value, *terms, implementation=implementation, **options)
     wide = [None if x is None else x.astype(jnp.float32) for x in (query, key, value, *terms)]

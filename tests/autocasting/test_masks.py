@@ -128,7 +128,7 @@ def test_a_row_masked_wholly_by_one_or_two_added_masks_is_as_finite_as_in_float3
         ours = jmp.autocast(function, policy)
         got = ours(ROWS, EYE, mask)
         assert np.isfinite(got).all()
-        # Of a row without a key float32 keeps part of the scores, float16 none: any average.
+        # A row without a key is any average: float32 keeps part of its scores, float16 none.
         np.testing.assert_allclose(got[:3], expected[:3], atol=0.1)
         _, pull_back = jax.vjp(ours, ROWS, EYE, mask)
         assert all(np.isfinite(leaf).all() for leaf in pull_back(got))

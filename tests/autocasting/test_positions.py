@@ -187,7 +187,7 @@ def test_which_products_are_half(case):
         assert not outer, "a product that contracts nothing is a multiplication"
 
 
-@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")  # integers alone
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")  # only integers
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     ("function", "inputs", "expected"), EXACT, ids=lambda x: getattr(x, "__name__", "")

@@ -223,7 +223,7 @@ OFFSET_CASES = [(way, half) for way in OFFSETS for half in HALVES]
 def test_what_is_added_and_taken_away_again_keeps_its_digits(way, half):
     this = functools.partial(beside_an_offset, way)
     found, reference = errors_beside_half_products(this, half, arguments_beside_an_offset())
-    # Below half a unit in the last place: one addition of half values, as that of two table rows.
+    # One addition of half values, as of two rows, is below half a unit in the last place.
     limit = max(1.05 * reference, 0.4 * jnp.finfo(half).eps)
     assert reference < 0.1 and found <= limit, (found, reference)
 

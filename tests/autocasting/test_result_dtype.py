@@ -1,4 +1,4 @@
-"""Products of half operands with a float32 result, where a policy asks for it."""
+"""Products of half operands with a float32 result, if a policy asks for it."""
 
 import jax
 import jax.numpy as jnp

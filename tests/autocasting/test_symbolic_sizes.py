@@ -8,8 +8,6 @@ from jax import export, lax
 
 import jmp
 from jmp import diagnostics
-from jmp.autocasting import _islands
-from jmp.autocasting.float8 import _passes
 from jmp.autocasting.targets import _pick
 from testbed.machines.gpus import as_if_cudnn
 from tests.bits import bits
@@ -184,8 +182,7 @@ SAME = [("language model", POLICIES[0]), ("convolutions", POLICIES[1]), ("lstm",
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", in_full(POLICIES, but=("mixed_float16", "mixed_float8")))
-def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
-    monkeypatch.setattr(_passes, "SMALL_PRODUCT", 1)
+def test_a_step_is_exported_with_symbols(model, policy, small_is_float8):
     function, arguments, text = MODELS[model]
     with as_if_cudnn():
         step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))
@@ -193,10 +190,12 @@ def test_a_step_is_exported_with_symbols(model, policy, monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "policy"), in_full(SAME, first=1))
-def test_an_exported_step_gives_what_it_gives_without_symbols(model, policy, monkeypatch):
-    for module, name in ((_islands, "SMALL"), (_passes, "SMALL_PRODUCT"), (_pick, "LARGE")):
-        monkeypatch.setattr(module, name, 1)  # so that the plan is the same at every size
+def test_an_exported_step_gives_what_it_gives_without_symbols(
+    model, policy, small_is_float8, monkeypatch
+):
+    monkeypatch.setattr(_pick, "LARGE", 1)  # so that the plan is the same at every size
     function, arguments, text = MODELS[model]
-    step = jax.value_and_grad(jmp.autocast(function, policy, attention="fused"))
+    options = {"attention": "fused", "recompute": "all"}
+    step = jax.value_and_grad(jmp.autocast(function, policy, **options))
     got = exported(step, arguments, text).call(*arguments)
     assert bits(got) == bits(jax.jit(step)(*arguments))

@@ -15,7 +15,7 @@ COMPILER_WHEEL = "jax-cuda12-pjrt"
 
 
 def reason_to_skip() -> str | None:
-    """Returns why H200 programs cannot be compiled in this environment, or None where they can."""
+    """Returns why H200 programs cannot be compiled in this environment, or None if they can."""
     for distribution in ("jaxlib", COMPILER_WHEEL):
         try:
             version = importlib.metadata.version(distribution)

@@ -15,7 +15,7 @@ from testbed.models import MODELS, cross_entropy
 from tests.commands import in_full
 from tests.gates import assert_at_most
 
-# Sizes; bytes moved, temporary memory and kernels, at most, over those of the model by hand.
+# Sizes; bounds of the bytes moved, temporary memory and kernels, as ratios to the model by hand.
 GATES = [
     ("resnet", {"widths": (64, 128)}, (1.01, 1.02, 1.02)),
     ("unet", {"widths": (32, 64)}, (1.02, 1.02, 1.06)),
@@ -47,7 +47,7 @@ def of_log_softmax(logits, labels):
 HEADS = [
     (cross_entropy, (8192, 768, 50304), 7.1),
     (of_log_softmax, (8192, 768, 50304), 7.1),
-    # Shorter rows, of which XLA makes one kernel where it finds a softmax.
+    # Shorter rows: XLA makes one kernel of a softmax that it finds.
     (cross_entropy, (4096, 512, 8192), 7.8),
 ]
 

@@ -87,7 +87,7 @@ def test_functions_and_cotangents_between_products_are_written_in_float8():
 def test_what_a_remat_computes_again_is_float8():
     found, _ = compiled(rematted, LAYERS, float32(8192, 1024))
     # In the loop the first product runs twice; the gradient of the second does not need its result.
-    # Before it: two products, the second with two gradients, the first with that of its matrix.
+    # Before it stand two products: the second has two gradients, the first its matrix's.
     assert found == (7 + 5, 0)
 
 
@@ -124,7 +124,7 @@ def test_products_that_share_a_factor_are_not_joined(small_is_float8):
 @pytest.mark.full
 @pytest.mark.usefixtures("h200")
 def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
-    """Why autocast leaves convolutions alone; that of the input is float8 in a form of its own."""
+    """This is why autocast leaves convolutions alone. The input's has a float8 form of its own."""
     found = [row[1] for row in single_products("3 x 3")]
     assert found == ["f8e4m3fn", "bf16", "f8e4m3fn", "bf16", "f8e4m3fn"]
 

@@ -16,7 +16,7 @@ from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, h200s, wire
 
 SHAPES = [(256, 512), (512, 256)]  # 1 MiB in float32
-pytestmark = pytest.mark.usefixtures("h200")  # skips where there is no compiler
+pytestmark = pytest.mark.usefixtures("h200")  # skips without a compiler
 HALF, FULL = 7 / 16, 7 / 8
 
 

@@ -149,7 +149,7 @@ def test_loops_count_their_turns_and_one_whose_turns_are_unknown_counts_once():
     written = 2 * 8 * 4 + 4  # a row read and written at a place
     inner = 2 * 8 * 4 + 3 * 4  # and the counter
     compared, both = 2 * 4 + 1, 1 + 1
-    sliced = 2 * written  # alone as in a fusion
+    sliced = 2 * written  # by itself as in a fusion
     assert count(LOOPS) == {
         "bytes_moved": 5 * (product + written + sliced + 4 * (inner + compared) + compared + both)
         + (inner + compared + both),

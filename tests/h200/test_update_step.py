@@ -146,7 +146,7 @@ def test_masters_of_convolutions_are_updated_in_one_kernel_each(h200):
 
 
 def test_a_window_of_eight_micro_batches_adds_ten_bytes_a_parameter_for_each(h200):
-    # Of a micro-batch: the half gradient, here an array of the batch, is read once, and the sum
+    # For a micro-batch the half gradient, here an array of the batch, is read once, and the sum is
     # read and written. Of a window: zeros, and the update on its floor with float32 gradients.
     steps = 8
     tx = transforms.with_loss_scale(optax.adam(1e-3), jmp.torch_loss_scale())

@@ -33,7 +33,7 @@ def program(*lines, others=""):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        # Of a gathered array of 64 numbers seven eighths come from others.
+        # Seven eighths of a gathered array of 64 numbers come from others.
         ("%y = f32[64]{0} all-gather(%x)", Sent("all-gather", "f32", 224, 64)),
         # A device receives seven parts of eight numbers; what is scattered are 64.
         ("%y = f16[8]{0} reduce-scatter(%x)", Sent("reduce-scatter", "f16", 112, 64)),
@@ -287,7 +287,7 @@ def test_with_float32_reduction_autocast_sends_half_and_adds_up_in_float32(h200,
 def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
     sent = [s for s in sent_by("gpt-fsdp-tp", variant) if s.kind == "all-gather"]
     gathered = {s.elements for s in sent if s.dtype in ("f16", "f32")}
-    # Of no weight is a half as large as another one, nor is an activation.
+    # Half of a weight has the size of no other weight, and of no activation.
     qkv, out, up = (128 * columns for columns in (3 * 128, 128, 4 * 128))
     assert {qkv // 2, out // 2, up // 2} <= gathered
     assert not {qkv, out, up, TABLE} & gathered
@@ -300,7 +300,7 @@ IN_FLOAT8 = ["fsdp-constraint", "fsdp-shard-map", "fsdp-explicit"]
 @pytest.mark.parametrize("case", IN_FLOAT8)
 def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, small_is_float8, case):
     sent = sent_by(case, "autocast-f8")
-    # Of the four layers the last feeds no product; gradients add up as in half.
+    # The last of the four layers feeds no product. Gradients add up as in half.
     gathered, reduced = (expected(FSDP, IN_HALF)[kind] for kind in FSDP)
     assert received(sent, "all-gather", "f8e4m3fn") == pytest.approx(gathered * 3 / 4 / 2)
     assert received(sent, "all-gather", "bf16") == pytest.approx(gathered / 4)
