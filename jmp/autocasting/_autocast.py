@@ -116,7 +116,7 @@ def autocast(
       rules: `(target, policy)` pairs for name scopes (Flax and Haiku open one for each module,
         `jax.named_scope` any other): `("head*", "float32")` runs the head in float32;
         `("*/norm", "p=f32,c=f32,o=f16")` does the same and rounds what leaves to half.
-      recompute: float32 islands such as softmax or LayerNorm keep their half inputs alone and are
+      recompute: float32 islands such as softmax or LayerNorm keep only their half inputs and are
         computed again in the backward pass: "auto" where that saves memory traffic, "none", "all".
       inside_custom_vjp: also lower what is inside `jax.custom_vjp` functions and their rules.
       attention: "fused" computes attention by cuDNN's fused kernel in programs for CUDA, and by
@@ -125,8 +125,8 @@ def autocast(
         is written.
       float8: which products a policy with "m=f8" makes float8: "weights", those of a parameter;
         "all", those of two activations too, as attention's. See docs/float8.md.
-      platform: what the program will run on, "gpu", "tpu" or "cpu". What is kept for the backward
-        pass, and how losses and attention are written, depends on it; the dtypes of products, sums
+      platform: what the program will run on, "gpu", "tpu" or "cpu". It decides what is kept for the
+        backward pass, and how losses and attention are written, not the dtypes of products, sums
         and results do not. None is "tpu" if that is JAX's default backend when a call is first
         traced, otherwise "gpu". "cpu" is planned as "gpu". See docs/tpu.md.
 

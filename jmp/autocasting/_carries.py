@@ -2,16 +2,16 @@
 
 Three sorts do not:
 
-- A *state* that products alone read, such as the hidden one of an RNN: each turn computes it anew.
+- A *state* that only products read, such as the hidden one of an RNN: each turn computes it anew.
 - A *buffer*, such as the keys and values of an attention during generation: what a turn writes into
   it is read by products, in this turn or later ones, and all else only moves it: updates of slices,
-  scatters, gathers, concatenations, selections, also in loops and branches inside. What is written
-  is rounded once. A buffer that anything else reads, in the loop or after it, is float32, and so is
-  one that no product reads, such as a record of log-probabilities. Its gradient adds up turn by
-  turn: where one is taken, the loop has it in float32.
+  scatters, gathers, concatenations, selections, also in loops and branches inside. Each number is
+  rounded once, when it is written. A buffer that anything else reads, in the loop or after it, is
+  float32, and so is one that no product reads, such as a record of log-probabilities. Its gradient
+  adds up turn by turn: if one is taken, the loop has it in float32.
 - A *stream*: what a short loop over layers adds to; see `kinds.scan`.
 
-What a turn adds to, or scales, is none of the first two, because arithmetic reads it: there small
+A carry that a turn adds to, or scales, is none of the first two: arithmetic reads it, and small
 steps would be lost.
 """
 
@@ -111,7 +111,7 @@ def find_weights(
 ) -> list[bool]:
     """Returns for each input of a loop's body whether it is a weight, and so may come in rounded.
 
-    Half products alone read it, and lookups whose rows are rounded. A table of which only rows are
+    Only half products read it, and lookups whose rows are rounded. A table of which only rows are
     looked up does not count: that reads less than would be rounded.
 
     Args:

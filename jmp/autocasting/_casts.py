@@ -1,4 +1,4 @@
-"""Casts of arrays that leave alone what is no real floating array; what is done around them."""
+"""Casts of real floating arrays, which pass any other object unchanged; masks and repetitions."""
 
 import contextlib
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
 def on_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     """Returns the context in which JAX takes an array of a mesh with explicit axes.
 
-    What is done around an equation stands on the mesh of its array, not of the equation: what
+    A cast around an equation stands on the mesh of its array, not of the equation: what
     `auto_axes` and a lookup with `out_sharding=` change is how the axes are read.
     """
     mesh, current = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
@@ -44,7 +44,7 @@ def repeated(array: Any, shape: Sequence[Any]) -> Any:
     return lax.broadcast_in_dim(array, shape, tuple(axes))
 
 
-# What a mask adds is at least as large: exp(-1e4) is zero in any dtype.
+# A mask adds a number at least as large: exp(-1e4) is zero in any dtype.
 LEAST_CARRIED = 1e4
 
 

@@ -208,7 +208,7 @@ def _what_to_keep(island: Island) -> Any:
 def _rounded_again(array: Any) -> Any:
     """Returns an array that enters an island; XLA may not read it as it was before its rounding.
 
-    On a CPU it would, in bfloat16 and in the forward pass alone: the sums that are kept of a
+    On a CPU it would, in bfloat16 and only in the forward pass: the sums that are kept of a
     softmax would not be those of the powers that the backward pass computes (up to 1.9 times the
     error of a gradient).
     """

@@ -1,10 +1,10 @@
 """Questions to one equation of a jaxpr: which rule it has, and whether another says it better.
 
-The op table has primitives by name. What it does not have is in an equation's parameters: the
-precision a product names, what a loop or a custom derivative holds.
+The op table has primitives by name. The rest is in an equation's parameters: the precision that a
+product names, the functions that a loop or a custom derivative holds.
 
 Some equations are written in another primitive before anything is planned:
-- A product that contracts nothing, or axes of length one alone, is an elementwise multiplication.
+- A product that contracts nothing, or only axes of length one, is an elementwise multiplication.
 - A product with booleans is one of float32 numbers, to which users cast them: exact in half too.
 - A psum over axes of the array itself, as vmap makes it, is a plain sum.
 """
@@ -88,7 +88,8 @@ def is_marker(equation: JaxprEqn) -> bool:
     """Returns whether an equation stays where nothing reads its results.
 
     It has effects, or is or holds a primitive of others, by which they find their place in a
-    program: JAX leaves out nothing that was traced. Of the op table's own only the results count.
+    program: JAX leaves out nothing that was traced. A primitive of the op table counts only if its
+    result is read.
     """
     every = (equation, *inner_equations(equation))
     names = {inner.primitive.name for inner in every}
@@ -124,7 +125,7 @@ def _traced(
 
 
 def contracts_nothing(equation: JaxprEqn) -> bool:
-    """Returns whether a float32 product sums over no axis, or over axes of length one alone."""
+    """Returns whether a float32 product sums over no axis, or only over axes of length one."""
     params = equation.params
     if equation.primitive.name != "dot_general" or asked_for(equation):
         return False

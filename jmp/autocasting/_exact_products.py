@@ -4,7 +4,7 @@ Rounding their operands or results to half is an error that no tolerance covers:
 256 and float16 to 2048, and an angle of 1000 is known to 4 in bfloat16. Half models written by hand
 compute these in float32, and so does autocast:
 
-- A product that contracts nothing, or axes of length one alone, is an elementwise multiplication
+- A product that contracts nothing, or only axes of length one, is an elementwise multiplication
   (`positions[:, None] @ frequencies[None]`). `_flatten` writes it as one, so that it fuses.
 - A product of which *neither* operand has a gradient counts: positions by `tril @ ones`, places in
   an expert by `tril @ one_hot`.
@@ -15,7 +15,7 @@ compute these in float32, and so does autocast:
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
 
-What a value is made of (`MadeOf`) is followed from the inputs on, as the graph is made.
+The flattening follows what a value is made of (`MadeOf`) from the inputs on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +66,7 @@ def made_of_results(node: Node) -> MadeOf:
         return found
     if is_low(node.equation):
         is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
-        # What a NumPy array gives counts as a product's result; see `why_exact`.
+        # The result of a NumPy array counts as a product's; see `why_exact`.
         has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
         return found if is_exact and not has_table else MadeOf.PRODUCTS
     if _jax_compat.holds_functions(node.equation):
@@ -76,7 +76,7 @@ def made_of_results(node: Node) -> MadeOf:
     if node.name == "eq":
         return max(found, MadeOf.CHOICES)
     is_moved = node.rule.moves or node.rule.casts
-    # What is computed of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
+    # A function of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
     return MadeOf.CONSTANTS if found is MadeOf.CHOICES and not is_moved else found
 
 

@@ -1,13 +1,13 @@
-"""What the dataflow says by itself: pure functions of a graph, whose answers stand in `Facts`.
+"""Facts of a graph, found by pure functions of it and written down in `Facts`.
 
-- A value *feeds* if it reaches a product, or an output that does. What does not is on the way to
-  the loss (or is a statistic) and stays float32. So does what reaches a product only through a
+- A value *feeds* if it reaches a product, or an output that does. Any other value is on the way
+  to the loss (or is a statistic) and stays float32. So does what reaches a product only through a
   barrier that reads float32 anyway (a linear solver, a product with precision HIGHEST).
 - A value is *carried* if it reaches the float32 carry of a loop, and no product lies between.
   Rounded on the way, it would be rounded at every turn: the carry would lose what small steps add
   to it.
 - A value is *neutral* if no product lies before it: parameters, inputs, constants, and what is
-  computed from them alone. Neutral values do not decide the dtype of an operation: they stay as
+  computed only from them. Neutral values do not decide the dtype of an operation: they stay as
   they are and are cast at each use, so that gradients add up in float32.
 - An *embedding* is a gather that looks rows up in a neutral table on their way to a product.
 - A *cut* is the end of a batch or group normalisation. There the normalised value goes back to
@@ -42,7 +42,7 @@ from jmp.dtypes import FLOAT32
 
 
 class Info(NamedTuple):
-    """What is known of a value on another level."""
+    """A value, as another level knows it."""
 
     dtype: np.dtype | None  # that it is stored in
     neutral: bool
@@ -54,12 +54,12 @@ class Destination(NamedTuple):
 
     feeds: bool
     carried: bool
-    rounded: bool = False  # whatever it is: products alone read it, or a half carry holds it
-    exposed: bool = False  # more than half products read it; asked of nodes that hold loops alone
+    rounded: bool = False  # whatever it is: only products read it, or a half carry holds it
+    exposed: bool = False  # more than half products read it; asked only of nodes that hold loops
 
 
 class Facts(NamedTuple):
-    """What the analyses found; see the module."""
+    """The facts of a level; see the module."""
 
     feeds: Set[Value]
     carried: Set[Value]
@@ -89,7 +89,7 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     embeddings, dependent = find_dependent(graph, infos, feeds - carried)
     cuts = find_cuts(graph, dependent, embeddings)
     depths = find_depths(graph, dependent, embeddings | cuts)
-    # What leaves the level may reach a maximum outside.
+    # An output may reach a maximum outside.
     compared = compared_values(graph, graph.outputs)
     kept = {value for value, where in goes if not where.rounded}
     others = read_otherwise_values(graph, kept)
@@ -242,7 +242,7 @@ def read_otherwise_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 
 def is_multiplied(reader: Node, read_otherwise: Set[Value]) -> bool:
-    """Returns whether a node is a product, or moves what products alone read."""
+    """Returns whether a node is a product, or moves what only products read."""
     return reader.is_product or (reader.rule.moves and read_otherwise.isdisjoint(reader.outputs))
 
 

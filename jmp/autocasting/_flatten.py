@@ -1,8 +1,8 @@
 """From a jaxpr to the graph of one level of nesting.
 
 Inner jits that mean nothing (no shardings, no donation) are inlined, so that the planner sees
-through the many small ones of `jax.numpy`; dead code is left behind. What remains nested (loops,
-branches, remat, custom derivatives) is one node each and a level of its own.
+through the many small ones of `jax.numpy`; dead code is left behind. Whatever remains nested
+(loops, branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from jmp.autocasting._request import Request, Settings
 from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
-# What is known of an input: an argument of the function, what else it is made of, or nothing.
+# An input, as far as it is known: an argument of the function, or what it is made of.
 Given = Argument | MadeOf | None
 
 
@@ -59,7 +59,7 @@ def graph_of(
         for node in angles:
             if node.name not in request.settings.overrides:
                 node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
-        # What is bound as a whole; products that say nothing have the precision of their region.
+        # Products that say nothing, in nodes that are bound whole, have the region's precision.
         for node in level.nodes:
             if not node.goes_inside:
                 node.params = in_regions(node, request)
@@ -177,7 +177,7 @@ def _may_go_inside(node: Node, settings: Settings) -> bool:
     return has_kind(node.name) and kind_of(node.name).goes_inside(settings)
 
 
-# What is known of numbers.
+# Numbers that are known before the program runs.
 
 
 def _input(aval: Any, given: Given) -> Value:

@@ -1,7 +1,7 @@
 """The dataflow graph of one level of nesting: values, and the nodes that compute them.
 
 `_flatten` makes it of a jaxpr, and graphs of the functions inside with it; nothing of it changes
-afterwards. What the analyses find (`_facts`) and what the planner decides (`_steps`) stands in
+afterwards. The facts that analyses find (`_facts`) and the planner's decisions (`_steps`) stand in
 records of their own.
 """
 
@@ -40,7 +40,7 @@ class Value:
         self.dtype = dtype_of(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
         self.made_of = self.made_of.of(self)
-        # What comes in from the outermost level that knows it; of all but inputs the value itself.
+        # The value of the outermost level that comes in here; the value itself if it is no input.
         self.origin: Value = self if self.outside is None else self.outside.origin
         self.constant, self.fits_half, self.is_hard, source, *_ = self.known
         shape = shape_of(self)
@@ -69,13 +69,13 @@ class RowOf(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a loop carries: first a value, after each turn the body's result of that number."""
+    """The carry of a loop: first a value, after each turn the body's result of that number."""
 
     value: Value
     number: int
 
 
-# What a function inside a node is called with.
+# An argument of a function inside a node.
 Argument = Value | RowOf | Carry
 
 
@@ -177,7 +177,7 @@ def upstream(value: Value) -> Iterator[Value]:
 
 
 def downstream(value: Value, through: Callable[[Node], bool]) -> Iterator[Value]:
-    """Yields a value and all that is computed from it through some nodes alone."""
+    """Yields a value and all that is computed from it only through some nodes."""
 
     def results(value: Value) -> Iterator[Value]:
         return (result for user in value.users if through(user) for result in user.outputs)

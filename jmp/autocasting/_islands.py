@@ -2,7 +2,7 @@
 
 An island is a connected set of fusible nodes of one depth that holds a *seed*: a node that requires
 float32. It reads half values, computes in float32 inside one fusion, and writes half values
-where a product follows. Islands come from the dataflow alone; no module's name is asked.
+where a product follows. Islands come from the dataflow; no module's name is asked.
 
 How an island runs:
   - PLAIN: its float32 values may be kept for the backward pass. For small ones, and for those that
@@ -95,7 +95,7 @@ def entering(nodes: Sequence[Node]) -> list[Value]:
 
 
 class Cone(NamedTuple):
-    """What a node is a linear function of: the nodes on the way, and the values that enter."""
+    """A linear function: the nodes that compute it, and the values that enter."""
 
     nodes: frozenset[Node]
     entering: frozenset[Value]
@@ -116,7 +116,7 @@ def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node
     Returns: the nodes in front, to run in half, and the rest.
     """
     inside = set(nodes)
-    # What is added to the scores of an attention may be a mask over the keys.
+    # An addend of an attention's scores may be a mask over the keys.
     feeds = any(not storage.facts.feeds.isdisjoint(node.outputs) for node in nodes)
     takes_biases = not (_is_softmax(nodes) and feeds)
     cones: dict[Node, Cone | None] = {}

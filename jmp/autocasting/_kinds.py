@@ -1,8 +1,8 @@
 """Kinds: what autocast goes inside, and how it does.
 
 A kind is a class for one sort of equation that holds functions (jit, remat, shard_map, loops,
-branches, custom derivatives): `kinds/` has one file each, and `register_kind` adds another. What a
-kind does not say is that of a function that is called once with all the operands.
+branches, custom derivatives): `kinds/` has one file each, and `register_kind` adds another. Where a
+kind says nothing, the equation calls one function once, with all the operands.
 
   - `rule` says how the equation counts as a whole, where the op table cannot know.
   - `context_inside` says what holds inside and not around.

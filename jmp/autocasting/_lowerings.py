@@ -49,7 +49,7 @@ class MaskedSum:
 
 @dataclasses.dataclass(frozen=True)
 class SentInHalf:
-    """What devices send each other, rounded before."""
+    """A move between devices, of an array that is rounded before."""
 
     def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
         """Sends from behind a barrier.
@@ -62,7 +62,7 @@ class SentInHalf:
 
 @dataclasses.dataclass(frozen=True)
 class MovedWithWideGradient:
-    """What moves its first operand in half, with a float32 gradient of it.
+    """A move of the first operand in half, with a float32 gradient.
 
     Attributes:
       half: the dtype that it moves.

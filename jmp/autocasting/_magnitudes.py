@@ -43,7 +43,7 @@ COARSE = 1 / 16
 
 
 class Magnitude(NamedTuple):
-    """What bounds a value; see the module."""
+    """The bounds of a value; see the module."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -146,13 +146,13 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
             for value, magnitude in zip(node.inputs, operands, strict=True)
             if value.dtype == node.outputs[0].dtype
         ]
-        # What a function inside makes of them is not known, such as that of relu.
+        # A function inside, such as that of relu, may make anything of them.
         found = hull(held) if held else None
         return found if rule.holds_operands or not found else found._replace(low=-math.inf)
     return None
 
 
-# What operations make of magnitudes.
+# Magnitudes of results.
 
 
 def _add(x: Magnitude, y: Magnitude) -> Magnitude:

@@ -1,4 +1,4 @@
-"""What is known of a value's numbers before the program runs.
+"""A value's numbers, as far as they are known before the program runs.
 
 It is little, and enough: a literal's number, the range of a small array that the program holds,
 whether a value was a boolean, what it repeats, and what it is made of.
@@ -25,7 +25,7 @@ LOOKED_AT = 1 << 16
 
 
 class Known(NamedTuple):
-    """What is known of a value's numbers."""
+    """A value's numbers, as far as they are known."""
 
     constant: float | None = None  # the number that every element equals
     fits_half: bool = False  # a half type holds it exactly: it was a boolean
@@ -39,9 +39,9 @@ NOTHING = Known()
 
 
 class MadeOf(enum.IntEnum):
-    """What a value is computed from, down to the inputs of the program; the largest counts."""
+    """The sources of a value, down to the inputs of the program; the largest counts."""
 
-    CONSTANTS = 0  # literals, iota, and what is computed from these alone
+    CONSTANTS = 0  # literals, iota, and what is computed only from these
     CHOICES = 1  # the same, asked what is equal: one-hot rows, which look others up
     INTEGERS = 2  # integers and booleans too, such as comparisons: no gradient flows into it
     TABLES = 3  # NumPy arrays of the program too, such as a filterbank; they might be weights

@@ -1,4 +1,4 @@
-"""What reports, and autocast's own warnings, read of a plan.
+"""Plans, as reports and autocast's own warnings read them.
 
 All of it comes from `steps_of`, the one walk over a plan: the operations with their dtypes, what is
 decided besides dtypes, and the warnings of no half product and of half gradients.
@@ -266,7 +266,7 @@ def _is_float16_on_tpu(plan: Plan, name: str) -> str:
     )
 
 
-# What is said of a plan, given the name of its function, and as which warning; "" for nothing.
+# Sentences on a plan, given the name of its function, and their warnings; "" for nothing.
 WARNINGS: tuple[tuple[Callable[[Plan, str], str], type[UserWarning]], ...] = (
     (_no_product_is_half, NoHalfProductWarning),
     (_products_out_of_sight, NoHalfProductWarning),

@@ -17,7 +17,7 @@ from jmp._messages import described
 
 
 class Pass(NamedTuple):
-    """What changes the steps of a level.
+    """A function that changes the steps of a level.
 
     Attributes:
       name: one of its own.

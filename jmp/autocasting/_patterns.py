@@ -13,7 +13,7 @@ from jmp.autocasting._numbers import Shape
 
 
 class Shift(NamedTuple):
-    """What is subtracted from rows before their powers are taken."""
+    """A number that is subtracted from each row before its powers are taken."""
 
     sub: Node
     rows: Value
@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 
     @property
     def argument(self) -> Value:
-        """What `exp` is taken of."""
+        """The operand of `exp`."""
         return self.exp.inputs[0]
 
     def within(self, nodes: Set[Node]) -> "Softmax | None":

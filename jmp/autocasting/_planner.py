@@ -169,7 +169,7 @@ class Planner(Level):
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)
             return self._product(node)
-        # Neutral operands alone do not make it half.
+        # Neutral operands by themselves do not make it half.
         is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
         is_half = is_led and not why_float32(node, set(), self.storage)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)

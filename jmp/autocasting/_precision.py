@@ -7,8 +7,8 @@ derivatives of eigh, svd and cholesky. DEFAULT, and no precision, leave the choi
 
 A float32 product that says nothing is none on an accelerator: a GPU multiplies it in TF32, which
 has 11 bits, a TPU in one pass of bfloat16. So where the user, or autocast for its numerics, asks
-for float32, it is bound with HIGHEST. DEFAULT is the product's word there. What runs as it was
-written, such as a custom_vjp or a loop to a tolerance, keeps what it says.
+for float32, it is bound with HIGHEST. DEFAULT is the product's word there. An equation that
+runs as it was written, such as a custom_vjp or a loop to a tolerance, keeps what it says.
 
 The global `jax_default_matmul_precision` says what a *float32* product does; it keeps no product
 from being lowered. So functions are traced with it switched off, and all products that stay float32
@@ -40,16 +40,17 @@ from jmp.dtypes import FLOAT32
 
 HIGHEST = (Precision.HIGHEST, Precision.HIGHEST)
 
-# What autocast never makes half, and what a user can do.
+# Dtypes that autocast never makes half, and what a user can do.
 NEVER_HALF = {
-    "float64": ", and autocast lowers float32 alone: cast to it what may be half",
+    "float64": ", and autocast lowers only float32: cast to it what may be half",
     "complex128": ", which has no half type",
     "complex64": ", which has no half type",
 }
 
 HOLD_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
-# What products that say nothing have: of an equation, its name stack, and what holds around it.
+# Chooses the precision of products that say nothing, given an equation, its name stack, and what
+# holds around it.
 Choice = Callable[[JaxprEqn, Any, Any], Any]
 
 

@@ -31,7 +31,7 @@ from jmp.autocasting._steps import Context, Plan
 from jmp.rules import UnusedRuleWarning
 from jmp.trees import as_jax_array, cast_leaf, holds_numbers
 
-# What runs later than it is called: its name, and how its function and result are recognised.
+# Functions that run later than they are called: what they are, how they and their results are told.
 LATE = (
     ("a generator", inspect.isgeneratorfunction, inspect.isgenerator),
     ("a coroutine", inspect.iscoroutinefunction, inspect.iscoroutine),

@@ -83,17 +83,17 @@ WayInside = Callable[[], list[T] | None]
 # Given an equation, the equations that hold it, the outermost first, what is known of its operands,
 # and a way inside it, returns what is known of its results.
 Transfer = Callable[[JaxprEqn, tuple[JaxprEqn, ...], list[T], WayInside[T]], Sequence[T]]
-# What is known of a value that is one of several: the results of branches, or a carry after a turn
-# and before it. The second argument has what decides which: the index of a branch, or the condition
-# of a loop; it is empty for a scan. Turns are followed until this finds nothing new.
+# Joins what is known of a value that is one of several: the results of branches, or a carry after a
+# turn and before it. The second argument has what decides which: the index of a branch, or the
+# condition of a loop; it is empty for a scan. Turns are followed until this finds nothing new.
 Join = Callable[[Sequence[T], Sequence[T]], T]
-# What is known of a literal, or of an array that a jaxpr holds by itself.
+# Returns what is known of a literal, or of an array that a jaxpr holds by itself.
 OfConstant = Callable[[Any], T]
 
 
 @dataclasses.dataclass(frozen=True)
 class Propagation(Generic[T]):
-    """What is known of values, followed forwards through jaxprs.
+    """An analysis that follows what is known of values forwards through jaxprs.
 
     Calls, branches, scans and while loops are gone into where `transfer` asks for it. Any other
     equation that holds functions counts as one that holds none.
@@ -149,7 +149,7 @@ class Propagation(Generic[T]):
     ) -> tuple[T, list[T]]:
         """Returns what is known of a while loop's condition, and of its carries at any turn.
 
-        What is known of the carries does not count who decides the turns.
+        It does not count for the carries what decides the turns.
         """
         loop = _jax_compat.While.of(equation.params)
         asked, closed, carries = loop.split(operands)

@@ -1,4 +1,4 @@
-"""What the user asked for: the options of one call of `autocast`, and of places in the program.
+"""The user's wishes: the options of one call of `autocast`, and of places in the program.
 
 Options are `Settings`. Places are regions, told apart by the name scopes they stand in. Every
 equation carries its scopes, so that they stay under jit, grad, vmap, scan and nesting. Four sorts
@@ -103,7 +103,7 @@ class Settings:
             rule,
             category=category,
             sums_backward=False,
-            # What the user asks for in half is no part of a float32 island.
+            # A primitive that the user asks for in half is no part of a float32 island.
             fusible=rule.fusible and category is not Category.LOW,
             reason=f"asked for by {category.value}=",
         )
@@ -158,7 +158,7 @@ POLICY = "jmp.policy:"
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What the user said of one place in the program."""
+    """The user's wishes for one place in the program."""
 
     in_float32: bool = False  # operations run in float32, products with all digits
     is_decided: bool = False  # an inner autocast has decided here
@@ -174,7 +174,7 @@ def policy_scope(policy: Policy) -> AbstractContextManager[None]:
 
 
 class Request:
-    """What the user asked for: the options of a call, and of places in the program by `rules=`.
+    """The user's wishes: the options of a call, and those for places in the program by `rules=`.
 
     It is made for one call that is planned, for the hardware of `target`: with all its passes, or
     those up to `last_pass`.

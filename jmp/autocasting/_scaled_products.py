@@ -5,8 +5,8 @@ into the operands, half into each: they are rounded after it, as the result was,
 but those of subnormal numbers. Operands are divided by 16 at most, so that few become subnormal.
 
 That is done where the result goes to a maximum, as that of a softmax does, or to another product:
-there a number that has become subnormal is as good as zero. What a logarithm or a sum reads stays.
-So does a layer: its input would be stored once more.
+there a number that has become subnormal is as good as zero. It is not done where a logarithm or a
+sum reads the result, nor in a layer, whose input would be stored once more.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def _is_layer(product: Node) -> bool:
 
 
 def _scaling_behind(product: Node, outputs: Sequence[Value]) -> Node | None:
-    """Returns the multiplication or division by a number that alone reads a product."""
+    """Returns the multiplication or division by a number that is the only reader of a product."""
     (value,) = product.outputs
     while value not in outputs and len(value.users) == 1:
         (user,) = value.users

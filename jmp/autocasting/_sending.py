@@ -1,6 +1,6 @@
 """Parameters that devices send each other: which of them are rounded before they are sent.
 
-A parameter that is gathered, permuted or laid out anew, and that products alone read afterwards,
+A parameter that is gathered, permuted or laid out anew, and that only products read afterwards,
 is rounded first: half the bytes go over the wire. The numbers are the same, because moving rounds
 nothing; its gradient is added up over devices in half, as that of a product on one device is.
 
@@ -25,7 +25,7 @@ from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category
 from jmp.autocasting._wide_gradients import Parts
 
-WHY_SENT = "products alone read it afterwards: rounded before it is sent"
+WHY_SENT = "only products read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
 WHY_NOT_WIDE = "float32 gradients were asked for, which this product cannot give"
 WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient adds up in float32"
@@ -52,7 +52,7 @@ def find_sent(level: Level) -> set[Node]:
 def sends(node: Node) -> bool:
     """Returns whether an equation sends an array between devices of one mesh.
 
-    What only says that a mesh is read in another way (`auto_axes`) has operands of the other mesh,
+    An equation that changes how a mesh is read (`auto_axes`) has operands of the other mesh,
     which cannot be rounded where it stands. An operand of no mesh has not been placed yet.
     """
     if not node.rule.sends:
@@ -74,7 +74,7 @@ def parts_of_rows(lookup: Node) -> Parts | None:
     """Returns how devices divide the rows of a lookup, where a constraint on them says so.
 
     Where axes are automatic, types do not say it. Rows divided along a second axis of the indices
-    are left alone: devices would add up each part first, in float32.
+    are left as they are: devices would add up each part first, in float32.
     """
     (rows,), dimensions = lookup.outputs, lookup.params["dimension_numbers"]
     shape, of_table = rows.aval.shape, dimensions.offset_dims
@@ -106,7 +106,7 @@ def asks_for_wide(product: Node, facts: Facts) -> bool:
 
 
 class _Readers(NamedTuple):
-    """What reads the values of a level; see `find_sent`."""
+    """The readers of a level's values; see `find_sent`."""
 
     graph: Graph
     lookups: Set[Node]

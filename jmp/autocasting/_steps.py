@@ -25,12 +25,12 @@ from jmp.autocasting._request import Request
 
 Function = Callable[..., Any]  # of flat arrays; returns a list of them
 Dtypes = tuple[np.dtype | None, ...]  # None for what has no dtype, or keeps its own
-# What was computed of one level so far: values, and what stands under other keys beside them.
+# The arrays of one level so far, by their values; lowerings keep others under keys of their own.
 Environment = dict[Any, Any]
 
 
 class Arithmetic(enum.Enum):
-    """What a single equation is computed in."""
+    """The dtypes that a single equation is computed in."""
 
     HALF = "half"
     FLOAT32 = "float32"  # or other dtypes that it was traced with
@@ -38,7 +38,7 @@ class Arithmetic(enum.Enum):
 
 
 class Recompute(enum.Enum):
-    """What an island keeps for the backward pass; see `_islands`."""
+    """How an island runs in the backward pass; see `_islands`."""
 
     PLAIN = "plain"
     RECOMPUTE = "recompute"
@@ -74,7 +74,7 @@ class Rewrite(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What holds all over a level, and on the levels inside as far as nothing else is said."""
+    """Facts that hold all over a level, and on the levels inside if nothing else is said."""
 
     request: Request
     times: int = 1  # how often the level runs, as far as known
@@ -127,7 +127,7 @@ class Single(NamedTuple):
 
 
 RunPlan = Callable[["Plan", Sequence[Any]], list[Any]]
-# What stands for a function inside that is not planned: it is run as it was written, or traced and
+# Stands for a function inside that is not planned: it is run as it was written, or traced and
 # planned when it is called, as the rule of a custom derivative is.
 Unplanned = Callable[[RunPlan], Function]
 
@@ -139,8 +139,8 @@ class Nested(NamedTuple):
     insides: tuple["Plan | Unplanned", ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
     stores: Dtypes
-    # What the first operands of a loop are rounded to before it, where nothing is differentiated:
-    # those that are weights. None for the others.
+    # The dtypes that the first operands of a loop, if they are weights, are rounded to before it,
+    # where nothing is differentiated. None for the others.
     rounds: Dtypes = ()
     # The same loop with buffers in float32: what runs where it is differentiated; see `_carries`.
     wide: "Nested | None" = None
@@ -151,7 +151,7 @@ class IslandLowering(Protocol):
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """What it knows of the island, in which alike ones agree."""
+        """The values of the island that it knows; alike islands agree in them."""
         ...
 
     def enter(self, environment: Environment) -> Environment:
@@ -180,7 +180,7 @@ class Island(NamedTuple):
 
 
 class FusedLowering(Protocol):
-    """What computes the result of several steps at once."""
+    """Computes the result of several steps at once."""
 
     def bind(self, environment: Environment) -> Any:
         """Returns the result, given what enters, as it is stored."""
@@ -367,15 +367,15 @@ class Storage:
         return self.half if leaves and not self.is_out_of_range(value, value.users) else None
 
     def is_multiplied(self, value: Value, readers: Sequence[Node]) -> bool:
-        """Returns whether products alone read a value, of these readers and of those outside."""
+        """Returns whether only products read a value, of these readers and of those outside."""
         others = self.facts.read_otherwise
         return value not in self.facts.kept and all(is_multiplied(r, others) for r in readers)
 
     def is_out_of_range(self, value: Value, readers: Sequence[Node]) -> bool:
         """Returns whether rounding a value may give an infinity or a zero that its readers hide.
 
-        Or whether it leaves few digits beside an offset. What products alone read is rounded: they
-        have no other form, and an infinity is seen.
+        Or whether it leaves few digits beside an offset. A value that only products read is
+        rounded: they have no other form, and an infinity is seen.
         """
         magnitude = self.magnitude(value)
         is_lost = magnitude.exceeds_half or magnitude.is_coarse(self.half)

@@ -59,7 +59,7 @@ def move_rounded(
         return cast_all(run([rounded, *indices]), stores)
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        # What is rounded outside changes as the array does.
+        # The rounded array changes as the array does.
         change, indices = cast(tangents[1], FLOAT32), primals[2:]
         if parts is not None:
             return cast_all(_look_up_in_parts(run, change, indices[0], half, parts), stores)
@@ -123,7 +123,7 @@ def multiply_rounded(
         return [product_as(result, (left, right), params)]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        # What was rounded outside changes as the operand does, which comes in float32 too.
+        # An operand rounded outside changes as the operand does, which comes in float32 too.
         of_halves = [(i, tangents[i]) for i in narrow]
         changes = []
         for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):

@@ -123,7 +123,7 @@ class CustomJvpKind(Kind):
         Args:
           given: what it is given first, as it is known and stored outside.
           changes: what comes after that, tangents or cotangents: whose, and the dtype they come in.
-          dtypes: what the first results are read in. What comes after them stays as it is computed:
+          dtypes: what the first results are read in. Results after them stay as they are computed:
             who reads a residual is not known here, and a sum of squares does not fit into float16.
         """
         values = [value for value, _ in given]
@@ -214,7 +214,7 @@ class CustomVjpKind(CustomJvpKind):
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `jax.custom_vjp`, given the primal function and the forward one."""
         primal, forward = functions
-        # What the function closes over comes first; its rule has no gradient for that.
+        # The arrays that the function closes over come first; its rule has no gradient for them.
         n_closed = _jax_compat.closed_over(equation.params)
         closed, operands = operands[:n_closed], operands[n_closed:]
         function = jax.custom_vjp(lambda *args: primal(*closed, *args))

@@ -2,9 +2,9 @@
 
 A carry is float32, unless it loses nothing in half (`_carries`), or comes in as half and feeds a
 product in the same step of a short loop: the residual stream of a scanned transformer. Carries are
-decided first: half ones feed products, and what float32 ones receive is kept. What the body closes
-over enters in float32 and is rounded inside, because its gradients add up in the dtype it enters
-in. Where no gradient is taken it is rounded before the loop.
+decided first: half ones feed products, and what float32 ones receive is kept. Arrays that the body
+closes over enter in float32 and are rounded inside, because their gradients add up in the dtype
+they enter in. If no gradient is taken they are rounded before the loop.
 """
 
 from collections.abc import Sequence

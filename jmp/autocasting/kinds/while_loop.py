@@ -32,7 +32,7 @@ from jmp.autocasting._steps import Function, Nested
 
 
 def has_many_conditions(equation: JaxprEqn) -> bool:
-    """Returns whether a while loop has a condition for each element, which vmap alone can write."""
+    """Returns whether a while loop has a condition for each element, which only vmap can write."""
     condition, _ = _jax_compat.open_jaxpr(_jax_compat.While.of(equation.params).condition)
     return bool(condition.outvars[0].aval.shape)
 
@@ -76,7 +76,7 @@ class WhileKind(Kind):
         return loop.condition, loop.body
 
     def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
-        """What each closes over, and the carries."""
+        """Arrays that each closes over, and the carries."""
         asked, closed, carries = _jax_compat.While.of(node.params).split(node.inputs)
         numbered = [Carry(value, index) for index, value in enumerate(carries)]
         return [[*asked, *numbered], [*closed, *numbered]]
