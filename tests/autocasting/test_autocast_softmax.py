@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jmp
-from jmp.autocasting.targets._half_softmax import softmax
+from jmp.autocasting.targets._softmax import softmax
 from tests.commands import in_full
 
 ODD, EVEN = 61, 64

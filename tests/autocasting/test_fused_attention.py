@@ -228,7 +228,7 @@ def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window
     for function in (chosen, added):
         ((step,), _) = attentions(function, Q[:, :, :2], K, V)
         assert step.form.masking[:2] == (is_causal, window)
-        assert not (step.biases or step.masks)
+        assert not step.form.masking.terms
         assert step.form.masking.sees_a_key
 
 
