@@ -25,7 +25,7 @@ def attentions(function, *args, policy="mixed_float16", **options):
     with as_if_cudnn():
         plan = make_program(function, policy, attention="fused", **options).trace(args, {}).plan
     plans = list(plans_of(plan))
-    fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
+    fused = [step.lowering for p in plans for step in p.steps if isinstance(step, Fused)]
     singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
     return fused, [note for step in singles for note in step.notes]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jmp
-from jmp.autocasting.targets._half_softmax import softmax
+from jmp.autocasting.targets._softmax import softmax
 from tests.commands import in_full
 from tests.errors import largest_error, relative_error
 from tests.saved import printed_residuals

@@ -207,14 +207,14 @@ def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window
 
     for function in (chosen, added):
         ((step,), _) = attentions(function, Q[:, :, :2], K, V)
-        assert step.lowering.form.masking[:2] == (is_causal, window)
-        assert not (step.lowering.biases or step.lowering.masks)
-        assert step.lowering.form.masking.sees_a_key
+        assert step.form.masking[:2] == (is_causal, window)
+        assert not step.form.masking.terms
+        assert step.form.masking.sees_a_key
 
 
 def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
     (step,), _ = attentions(with_mask_of_keys, Q, K, V, PADDING)
-    (mask,) = step.lowering.form.masking.masks
+    (mask,) = step.form.masking.masks
     assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 
@@ -363,7 +363,7 @@ def test_the_longer_axis_of_queries_is_their_position_where_no_mask_tells():
 
     q, k = normal(0, 2, 2, 3, LENGTH, 8), normal(1, 2, 2, LENGTH, 8)
     (step,), _ = attentions(grouped, q, k, k)
-    assert step.lowering.form.query.shape == (2, LENGTH, 6, 8)
+    assert step.form.query.shape == (2, LENGTH, 6, 8)
 
 
 def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):

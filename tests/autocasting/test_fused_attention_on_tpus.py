@@ -235,8 +235,8 @@ def test_masks_that_are_joined_are_told_apart(combined):
         ((step,), _) = attentions(
             attend, TWO_HEADS, K, V, PADDING, policy="mixed_bfloat16", platform=platform
         )
-        assert step.lowering.form.masking.is_causal
-        (mask,) = step.lowering.form.masking.masks
+        assert step.form.masking.is_causal
+        (mask,) = step.form.masking.masks
         assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 

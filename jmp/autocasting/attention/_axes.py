@@ -1,13 +1,14 @@
-"""Axes by what they are made of: in whatever order they come, and with heads split or merged.
+"""The axes of arrays, described by labels, so that transposed and reshaped arrays can be compared.
 
-Each axis of the scores that is longer than one has a *label*, a number where einsum has a letter.
-So has an axis that a product brings in. An axis of any other array is a tuple of labels, slowest
-first: the scores' own axes are `((0,), (1,), (2,))`; with the first two merged, `((0, 1), (2,))`.
-An axis of length one, or one along which an array only repeats, is `()`.
+Each axis of the scores that is longer than one has a `Label`, as it has a letter in an einsum. So
+has each axis that a product adds. An axis of another array is a tuple of labels, slowest first. If
+a, b and c label the scores' axes, these are `((a,), (b,), (c,))`; with the first two merged they
+are `((a, b), (c,))`. An axis of length one is `()`, and so is an axis along which an array only
+repeats.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
@@ -16,33 +17,46 @@ import numpy as np
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 
-Labels = tuple[int, ...]  # what one axis is made of
+
+class Label(NamedTuple):
+    """An axis of the scores, or one that a product adds."""
+
+    number: int
+    length: Any  # an integer or a symbol
+
+
+Labels = tuple[Label, ...]  # of one axis
 Axes = tuple[Labels, ...]
-Sizes = Mapping[int, int]  # how long the axis of each label is
 
 
 class Labelled(NamedTuple):
-    """A value, and what its axes are made of."""
+    """A value with its axes."""
 
     value: Value
     axes: Axes
 
 
-def labels_of(axes: Axes) -> list[int]:
+def labels_of(axes: Axes) -> list[Label]:
     """Returns the labels of all axes in their order."""
     return [label for axis in axes for label in axis]
 
 
-def own_axes(shape: Sequence[int]) -> Axes:
-    """Returns the axes of the array that the labels count."""
-    return tuple((i,) if n != 1 else () for i, n in enumerate(shape))
+def own_axes(value: Value) -> Axes:
+    """Returns the axes of the value whose axes the labels number."""
+    return tuple((Label(i, n),) if n != 1 else () for i, n in enumerate(shape_of(value)))
+
+
+def axes_repeated_to(axes: Axes, value: Value) -> Axes:
+    """Returns the axes of an operand, given those of the result that it is repeated to."""
+    shape = shape_of(value)  # () of a number
+    return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
 
 
 # What a node does with the numbers of an operand.
 
 
 def is_identity(node: Node) -> bool:
-    """Returns whether a node is the identity, its derivative too: a name, a cast to its dtype."""
+    """Returns whether a node and its derivative are the identity: a name, a cast to its dtype."""
     if node.name == "convert_element_type":
         return node.inputs[0].dtype == node.outputs[0].dtype
     moves = node.name == "transpose" or node.name == "rev"
@@ -55,14 +69,14 @@ def keeps_places(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Returns whether each number of the result is made of those in its place."""
+    """Returns whether each number of the result is computed from the numbers in its place."""
     rule, rank = node.rule, len(shape_of(node.outputs[0]))
     is_one_by_one = rule.fusible and (rule.cheap or rule.elementwise)
     return is_one_by_one and all(len(shape_of(value)) in (rank, 0) for value in node.inputs)
 
 
 def moves_axes(node: Node) -> bool:
-    """Returns whether `axes_after` and `axes_before` may follow axes through a node."""
+    """Returns whether `axes_after` and `source_of` follow axes through a node."""
     moves = node.rule.reshapes or node.rule.repeats or node.name == "transpose"
     return moves or is_identity(node)
 
@@ -70,44 +84,48 @@ def moves_axes(node: Node) -> bool:
 # Axes followed through nodes.
 
 
-def axes_after(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
-    """Returns the axes of the result of a node that moves data, given those of its operand.
+def axes_after(node: Node, axes: Axes) -> Axes | None:
+    """Returns the axes of the result of a node that moves axes, given those of its operand.
 
-    Returns: None if the node repeats or drops numbers, or if the axis of one label would be split.
+    Returns: None if the node repeats numbers, or would split the axis of one label.
     """
-    shape = shape_of(node.outputs[0])
+    (result,) = node.outputs
     if node.name == "transpose":
         return tuple(axes[i] for i in node.params["permutation"])
-    if node.rule.reshapes or (node.rule.repeats and node.outputs[0].size == node.inputs[0].size):
-        return _regrouped(axes, shape, sizes)
-    return axes if is_identity(node) else None
+    if is_identity(node):
+        return axes
+    if node.rule.repeats and result.size != node.inputs[0].size:
+        return None
+    return _regrouped(axes, shape_of(result))
 
 
-def axes_before(node: Node, axes: Axes, sizes: Sizes) -> Axes | None:
-    """Returns the axes of the operand of a node that moves data, given those of its result.
+def source_of(value: Value, axes: Axes) -> Labelled:
+    """Returns the value that a value repeats and moves. What is repeated has no labels in it."""
+    while (node := value.producer) is not None and moves_axes(node):
+        shape = shape_of(node.inputs[0])
+        before: Axes | None = axes
+        if node.name == "transpose":
+            places = node.params["permutation"]
+            before = tuple(axes[places.index(i)] for i in range(len(axes)))
+        elif node.rule.repeats:
+            places = node.params["broadcast_dimensions"]
+            before = axes_repeated_to(tuple(axes[i] for i in places), node.inputs[0])
+        elif node.rule.reshapes:
+            before = _regrouped(axes, shape)
+        if before is None:
+            break
+        value, axes = node.inputs[0], before
+    return Labelled(value, axes)
 
-    What the node repeats has no labels in the operand.
-    """
-    shape = shape_of(node.inputs[0])
-    if node.name == "transpose":
-        places = node.params["permutation"]
-        return tuple(axes[places.index(i)] for i in range(len(axes)))
-    if node.rule.repeats:
-        places = node.params["broadcast_dimensions"]
-        return tuple(axes[i] if n != 1 else () for n, i in zip(shape, places, strict=True))
-    if node.rule.reshapes:
-        return _regrouped(axes, shape, sizes)
-    return axes if is_identity(node) else None
 
-
-def _regrouped(axes: Axes, shape: Sequence[int], sizes: Sizes) -> Axes | None:
-    """Returns the labels in the same order, as the axes of another shape."""
+def _regrouped(axes: Axes, shape: Sequence[Any]) -> Axes | None:
+    """Returns the labels in the same order, as the axes of an array of another shape."""
     labels = labels_of(axes)
     regrouped: list[Labels] = []
     for length in shape:
         taken: Labels = ()
         # Symbols can be told equal, and not which is larger.
-        while math.prod(sizes[label] for label in taken) != length:
+        while math.prod(label.length for label in taken) != length:
             if not labels:
                 return None
             taken = (*taken, labels.pop(0))
@@ -115,88 +133,78 @@ def _regrouped(axes: Axes, shape: Sequence[int], sizes: Sizes) -> Axes | None:
     return None if labels else tuple(regrouped)
 
 
-def source_of(value: Value, axes: Axes, sizes: Sizes) -> Labelled:
-    """Goes back from a value over what only repeats and moves it."""
-    node = value.producer
-    while node is not None and moves_axes(node):
-        before = axes_before(node, axes, sizes)
-        if before is None:
-            break
-        value, axes = node.inputs[0], before
-        node = value.producer
-    return Labelled(value, axes)
-
-
 # Along which axes a value only repeats, as a mask over keys does along the heads.
 
 
-def differing_labels(value: Value, axes: Axes, sizes: Sizes) -> set[int]:
+def differing_labels(value: Value, axes: Axes) -> set[Label]:
     """Returns the labels along which entries of a value are not known to be equal."""
 
     def operands(source: Labelled) -> list[Labelled]:
         if not _is_in_place(source.value.producer):
             return []
         pairs = ((v, source.axes if shape_of(v) else ()) for v in source.value.producer.inputs)
-        return [_origin_of(value, axes, sizes) for value, axes in pairs]
+        return [_origin_of(value, axes) for value, axes in pairs]
 
-    sources = reached([_origin_of(value, axes, sizes)], operands)
+    sources = reached([_origin_of(value, axes)], operands)
     ends = (source for source in sources if not _is_in_place(source.value.producer))
     return {label for source in ends for label in labels_of(source.axes)}
 
 
-def _origin_of(value: Value, axes: Axes, sizes: Sizes) -> Labelled:
-    source = source_of(value, axes, sizes)
+def _origin_of(value: Value, axes: Axes) -> Labelled:
+    source = source_of(value, axes)
     while source.value.origin is not source.value:
-        source = source_of(source.value.origin, source.axes, sizes)
+        source = source_of(source.value.origin, source.axes)
     return source
 
 
 def _is_in_place(node: Node | None) -> TypeGuard[Node]:
-    """Returns whether a node makes each number of those in its place alone."""
+    """Returns whether a node computes each number only from the numbers in its place."""
     return node is not None and bool(node.inputs) and (is_pointwise(node) or keeps_places(node))
 
 
-# Arrays laid out anew.
+# Arrays with other axes.
 
 
 class Layout(NamedTuple):
-    """How an array is laid out anew: reshaped to `split`, transposed, reshaped to `shape`."""
+    """How the axes of an array change: it is reshaped to `split`, transposed, reshaped to `shape`.
+
+    >>> rows, keys = Label(0, 2), Label(1, 3)
+    >>> Layout.between(((rows, keys),), ((keys,), (rows,)))(np.arange(6)).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
 
     split: tuple[int, ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def between(cls, axes: Axes, wanted: Axes, sizes: Sizes) -> "Layout":
+    def between(cls, axes: Axes, wanted: Axes) -> "Layout":
         """Returns how an array with `axes` becomes one with the axes `wanted`."""
         labels = labels_of(axes)
         return cls(
-            tuple(sizes[label] for label in labels),
+            tuple(label.length for label in labels),
             tuple(map(labels.index, labels_of(wanted))),
-            tuple(math.prod(sizes[label] for label in axis) for axis in wanted),
+            tuple(math.prod(label.length for label in axis) for axis in wanted),
         )
 
     def __call__(self, array: Any) -> Any:
-        """Returns the array laid out anew."""
+        """Returns the array with its axes changed."""
         return array.reshape(self.split).transpose(self.order).reshape(self.shape)
 
 
-def spread(array: Any, axes: Axes, wanted: Axes, sizes: Sizes) -> Any:
-    """Lays out an array that lacks some labels; along an axis that it has in part it is repeated.
+def spread(array: Any, axes: Axes, wanted: Axes) -> Any:
+    """Returns an array with the axes `wanted`, some of whose labels it need not have.
 
-    Along an axis without labels all entries are equal, and the first is taken.
+    Along an axis of which it has some labels it is repeated; one of which it has none has length
+    one. Along its own axes without labels all entries are equal, and the first is taken.
 
-    Returns: an array, of NumPy if it was one, with the axes `wanted`, of length one where it has
-      none of their labels.
+    Returns: an array of NumPy if it was one.
     """
-    present = set(labels_of(axes))
+    present, labels = set(labels_of(axes)), labels_of(wanted)
+    repeated = {label for axis in wanted if present.intersection(axis) for label in axis}
     array = array[tuple(slice(None) if axis else slice(1) for axis in axes)]
-    labels = [(label, bool(present.intersection(axis))) for axis in wanted for label in axis]
-    moved = tuple((label,) for label, _ in labels if label in present)
-    array = Layout.between(axes, moved, sizes)(array)
-    array = array.reshape([sizes[label] if label in present else 1 for label, _ in labels])
-    shape = [sizes[label] if in_part else 1 for label, in_part in labels]
+    array = Layout.between(axes, tuple((label,) for label in labels if label in present))(array)
+    array = array.reshape([label.length if label in present else 1 for label in labels])
     repeat = np.broadcast_to if isinstance(array, np.ndarray) else jnp.broadcast_to
-    return repeat(array, shape).reshape(
-        [math.prod(sizes[x] for x in axis) if present.intersection(axis) else 1 for axis in wanted]
-    )
+    array = repeat(array, [label.length if label in repeated else 1 for label in labels])
+    return array.reshape([math.prod(x.length for x in axis if x in repeated) for axis in wanted])

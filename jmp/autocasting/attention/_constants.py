@@ -1,11 +1,10 @@
-"""Numbers that a program computes from nothing but itself, such as causal masks.
+"""The numbers of values that depend on no argument of the program, such as causal masks.
 
-They are computed when the program is planned, along the axes that they differ in: what only
-repeats stays of length one, so that a mask of a whole batch is no larger than that of one example.
+They are computed when the program is planned. Along an axis on which a value only repeats they have
+length one, so that the mask of a batch is no larger than that of one example.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,41 +19,26 @@ from jmp.autocasting.attention._axes import is_pointwise, keeps_places
 # which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.
 LARGEST = 1 << 26
 
-Computed = dict[Node, "np.ndarray[Any, Any] | None"]
+Numbers = np.ndarray[Any, Any]
 
 
-def constant_of(value: Value, found: Computed | None = None) -> "np.ndarray[Any, Any] | None":
+def constant_of(value: Value) -> Numbers | None:
     """Returns the numbers of a value; None if they depend on an argument, or are too many.
 
-    Returns: an array of the value's rank, whose axes are of its length or, where it repeats, one.
+    Returns: an array of the value's rank. Its axes have the value's lengths, or length one if the
+      value repeats along them.
     """
-    found = {} if found is None else found
-    held, node = _held(value), value.origin.producer
-    if held is not None:
-        return np.asarray(held)
-    if node is None:
-        return None
-    if node not in found:
-        found[node] = _computed(node, found) if _is_computable(node) else None
-    return found[node]
 
+    def computed_operands(value: Value) -> list[Value]:
+        inputs = () if value.producer is None else value.producer.inputs
+        return [operand.origin for operand in inputs if _held(operand) is None]
 
-def _is_computable(last: Node) -> bool:
-    """Returns whether a node depends on no argument; nothing is computed to find out."""
-
-    def sources(node: Node | None) -> list[Node | None]:  # None of what is an argument
-        inputs = () if node is None else node.inputs
-        return [value.origin.producer for value in inputs if _held(value) is None]
-
-    nodes: Iterator[Node | None] = reached([last], sources)
-    return all(
-        node is not None
-        and len(node.outputs) == 1
-        and not node.equation.effects
-        and not node.rule.draws_bits
-        and not _jax_compat.holds_functions(node.equation)
-        for node in nodes
-    )
+    if _held(value) is None:
+        # Nothing is computed to find out whether everything can be.
+        needed = reached([value.origin], computed_operands)
+        if not all(map(_is_computable, needed)):
+            return None
+    return _computed(value, {})
 
 
 def _held(value: Value) -> Any:
@@ -63,13 +47,37 @@ def _held(value: Value) -> Any:
     return value.known.array if value.held is None else value.held
 
 
-def _computed(node: Node, found: Computed) -> "np.ndarray[Any, Any] | None":
-    known = (constant_of(value, found) for value in node.inputs)
-    operands = [numbers for numbers in known if numbers is not None]
-    if len(operands) < len(node.inputs):
+def _is_computable(value: Value) -> bool:
+    """Returns whether a value is no argument, and its node depends on its operands only."""
+    node = value.producer
+    return (
+        node is not None
+        and len(node.outputs) == 1
+        and not node.equation.effects
+        and not node.rule.draws_bits
+        and not _jax_compat.holds_functions(node.equation)
+    )
+
+
+def _computed(value: Value, found: dict[Node, Numbers | None]) -> Numbers | None:
+    held, node = _held(value), value.origin.producer
+    if held is not None:
+        return np.asarray(held)
+    if node is None:
         return None
+    if node not in found:
+        operands = [_computed(operand, found) for operand in node.inputs]
+        known = [numbers for numbers in operands if numbers is not None]
+        found[node] = _result_of(node, known) if len(known) == len(operands) else None
+    return found[node]
+
+
+def _result_of(node: Node, operands: list[Numbers]) -> Numbers | None:
+    shape = shape_of(node.outputs[0])
     if node.rule.repeats:
-        return _repeated(operands[0], node)
+        (numbers,), places = operands, node.params["broadcast_dimensions"]
+        lengths = dict(zip(places, numbers.shape, strict=True))
+        return numbers.reshape([lengths.get(place, 1) for place in range(len(shape))])
     if node.name == "transpose":
         return operands[0].transpose(node.params["permutation"])
     if keeps_places(node):
@@ -78,7 +86,7 @@ def _computed(node: Node, found: Computed) -> "np.ndarray[Any, Any] | None":
         shape = np.broadcast_shapes(*(x.shape for x in operands))
         operands = [np.broadcast_to(x, shape) if x.ndim else x for x in operands]
     else:
-        shape, *shapes = map(shape_of, (*node.outputs, *node.inputs))
+        shapes = list(map(shape_of, node.inputs))
         if any(map(has_symbols, (shape, *shapes))):
             return None
         operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes, strict=True)]
@@ -90,10 +98,3 @@ def _computed(node: Node, found: Computed) -> "np.ndarray[Any, Any] | None":
             return np.asarray(result)
     except Exception:  # it needs what is not there yet, such as the axes of a mesh
         return None
-
-
-def _repeated(numbers: "np.ndarray[Any, Any]", node: Node) -> "np.ndarray[Any, Any]":
-    shape = [1] * len(shape_of(node.outputs[0]))
-    for place, length in zip(node.params["broadcast_dimensions"], numbers.shape, strict=True):
-        shape[place] = length
-    return numbers.reshape(shape)

@@ -19,34 +19,34 @@ from jmp.autocasting.attention._kernels import (
     in_reverse_mode,
     or_average,
 )
+from jmp.autocasting.attention._matching import Mask
 
 # What stands for minus infinity in a bias whose largest number in each row is zero: exp of it is
 # zero, and cuDNN, which multiplies by log2(e), stays finite.
 LOWEST = -(2.0**15)
-# A row is masked wholly where no bias is above this: a score that is added to it is lost.
+# A row is masked wholly if no bias is above this: a score that is added to it is lost.
 SEEN = -1e8
 
 
-def attend(
-    form: Form, query: Any, key: Any, values: Any, biases: list[Any], masks: list[Any]
-) -> Any:
+def attend(form: Form, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
     """Returns the attention of half queries, keys and values, in their dtype.
 
-    A row whose keys are all masked is the average of the values, as that of the plain program is,
-    whose scores are then all equal; its gradient with respect to queries and keys is zero.
+    The result of a row whose keys are all masked is the average of the values, as in the plain
+    program, whose scores are all equal there. Its gradient with respect to queries and keys is
+    zero.
 
     Args:
-      biases, masks: what the form says how to lay out; floating, and boolean.
+      terms: the values of `form.masking.terms`.
     """
     q, k, v = form.query(query), form.key(key), form.values(values)
     rows, keys, masking = q.shape[1], k.shape[1], form.masking
-    bias = _total_bias(form, biases, masks)
+    bias = _total_bias(form, terms)
     highest, half_bias = None, None
     if bias is not None:
         highest = _highest(masking, bias, rows, keys)
         half_bias = _evened(_half_bias(masking, bias, highest, q, keys), (2, 3), LOWEST)
-    # In the backward pass JAX refuses odd lengths. A key that is added is behind the last one, so
-    # that a causal mask hides it; else its bias does, or the number of keys that count.
+    # JAX refuses odd lengths in the backward pass. A key that is added comes after the last one, so
+    # that a causal mask hides it; without one its bias does, or the number of keys that count.
     lengths = None
     if keys % 2 and not masking.is_causal and half_bias is None:
         lengths = tuple(jnp.full(len(q), n, jnp.int32) for n in (rows + rows % 2, keys))
@@ -63,17 +63,17 @@ def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
     return jnp.pad(array, added, constant_values=fill) if any(n for _, n in added) else array
 
 
-def _total_bias(form: Form, biases: list[Any], masks: list[Any]) -> Any:
+def _total_bias(form: Form, terms: list[Any]) -> Any:
     """Returns the float32 sum of biases, -inf where a mask hides a score; None without either."""
     total = None
-    for array, bias in zip(biases, form.masking.biases, strict=True):
-        numbers = jnp.asarray(array, jnp.float32) * bias.factor
-        term = spread(numbers, bias.source.axes, form.bias_axes, form.sizes)
-        total = term if total is None else total + term
-    for array, mask in zip(masks, form.masking.masks, strict=True):
-        is_kept = jnp.asarray(array) == mask.keeps
-        is_kept = spread(is_kept, mask.source.axes, form.bias_axes, form.sizes)
-        total = jnp.where(is_kept, 0.0 if total is None else total, -jnp.inf)
+    for term, array in zip(form.masking.terms, terms, strict=True):
+        if isinstance(term, Mask):
+            unmasked = 0.0 if total is None else total
+            total = jnp.where(form.kept_by(term, array), unmasked, -jnp.inf)
+        else:
+            scaled = jnp.asarray(array, jnp.float32) * term.factor
+            bias = spread(scaled, term.source.axes, form.bias_axes)
+            total = bias if total is None else total + bias
     return total
 
 
@@ -100,7 +100,7 @@ def _half_bias(masking: Masking, bias: Any, highest: Any, query: Any, keys: int)
 
 @jax.custom_jvp
 def _within_range(bias: Any) -> Any:
-    """Holds a bias in the range of any half type; where it does, the weights are zero."""
+    """Clips a bias to the range of any half type. Weights are zero where that changes it."""
     return jnp.clip(bias, LOWEST, 0)
 
 
@@ -121,8 +121,8 @@ def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) ->
         )  # fmt: skip
 
     def forward(*operands: Any) -> Any:
-        # What a batched function returns has the same structure with and without the axis, and the
-        # function that `vjp` returns has not: its leaves are returned, and put together here.
+        # The result of a batched function must have the same structure with and without the axis.
+        # The function that `vjp` returns has not, so its leaves are returned, and joined here.
         def kept(*operands: Any) -> Any:
             result, pull_back = jax.vjp(call, *operands)
             return result, jax.tree.leaves(pull_back)
@@ -140,38 +140,22 @@ def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) ->
 def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]:
     """Returns a function that `jax.vmap` may batch along any of its operands.
 
-    JAX batches its cuDNN attention only where queries, keys, values and lengths all have the axis.
-    With a bias it does not (it refuses most shapes, and adds up the gradients of all examples), so
-    that with one examples are computed one after another.
+    JAX batches its cuDNN attention only if queries, keys, values and lengths all have the axis. It
+    does not batch one with a bias (it refuses most shapes, and adds up the gradients of all
+    examples), so then examples are computed one after another.
     """
+    if has_bias:
+        in_turn: Callable[..., Any] = jax.custom_batching.sequential_vmap(function)
+        return in_turn
     batched = jax.custom_batching.custom_vmap(function)
 
     @batched.def_vmap
     def rule(size: int, has_axis: Any, *operands: Any) -> Any:
-        if has_bias:
-            results = _one_after_another(function, operands, tuple(has_axis))
-        else:
+        def with_axis(operand: Any, has: bool) -> Any:
+            return operand if has else jnp.broadcast_to(operand, (size, *operand.shape))
 
-            def with_axis(operand: Any, has: bool) -> Any:
-                return operand if has else jnp.broadcast_to(operand, (size, *operand.shape))
-
-            operands = jax.tree.map(with_axis, operands, tuple(has_axis))
-            results = _with_batching(jax.vmap(function), has_bias)(*operands)
+        operands = jax.tree.map(with_axis, operands, tuple(has_axis))
+        results = _with_batching(jax.vmap(function), has_bias)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
-
-
-def _one_after_another(function: Callable[..., Any], operands: Any, has_axis: Any) -> Any:
-    """Calls a function for each row of the operands that have the axis, one after another."""
-
-    def of_rows(*operands: Any) -> Any:
-        rows = jax.tree.map(lambda x, has: x if has else None, operands, has_axis)
-
-        def of_row(row: Any) -> Any:
-            own = lambda x, shared: shared if x is None else x
-            return function(*jax.tree.map(own, row, operands, is_leaf=lambda x: x is None))
-
-        return jax.lax.map(of_row, rows)
-
-    return _with_batching(of_rows, has_bias=True)(*operands)

@@ -1,25 +1,23 @@
-"""Which attentions are fused, and their steps.
+"""The pass that fuses attentions: which ones, and their steps.
 
-A fused attention is a step that holds the steps it replaces: they run where the program is lowered
-for another platform than it was planned for, as they would without it. Its masks are told by their
-values: causal ones and windows need no array, and what masks nothing needs nothing.
+A fused attention is a step that contains the steps it replaces. They run if the program is lowered
+for another platform than it was planned for. Masks are recognised by their values: a causal mask
+and a window need no array, and a mask that masks nothing is dropped.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jmp.autocasting._emit import read_value
-from jmp.autocasting._facts import Facts
-from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import (
-    Arithmetic,
     Environment,
     Fused,
     Island,
@@ -30,13 +28,11 @@ from jmp.autocasting._steps import (
     runnable_order,
 )
 from jmp.autocasting.attention import _cudnn, _pallas
-from jmp.autocasting.attention._axes import Axes, Labelled, Labels, Layout, Sizes, labels_of, spread
+from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
 from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._kernels import Booleans, Form, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,
-    VALUE_WIDTH,
-    WIDTH,
     Attention,
     Bias,
     Mask,
@@ -52,7 +48,7 @@ class Kernel(NamedTuple):
     platform: str  # as `jax.lax.platform_dependent` names it
     name: str
     attend: Callable[..., Any]
-    limit_of: Callable[[Form, Value, np.dtype], str]  # what it refuses beside what tracing tells
+    limit_of: Callable[[Form, Value, np.dtype], str]  # why it does not take a form; "" if it may
     takes_constants: bool  # masks without inputs that are neither causal nor a window
     why: str
 
@@ -74,23 +70,18 @@ class FusedAttention:
     """An attention as one kernel.
 
     Attributes:
-      attend: computes it, given the form, operands, biases and masks.
-      operands: queries, keys and values.
+      attend: computes it, given the form, queries, keys, values, and the values of its terms.
+      reads: queries, keys, values and terms.
     """
 
     attend: Callable[..., Any]
     form: Form
-    operands: tuple[Read, ...]
-    biases: tuple[Read, ...]
-    masks: tuple[Read, ...]
+    reads: tuple[Read, ...]
 
     def bind(self, environment: Environment) -> Any:
-        """Returns what the attention returns."""
-        operands, biases, masks = (
-            [read_value(read, environment) for read in reads]
-            for reads in (self.operands, self.biases, self.masks)
-        )
-        return self.attend(self.form, *operands, biases, masks)
+        """Returns the result of the attention."""
+        query, key, values, *terms = (read_value(read, environment) for read in self.reads)
+        return self.attend(self.form, query, key, values, terms)
 
 
 def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
@@ -106,10 +97,9 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
     fused: list[Fused] = []
     others: list[Step] = []
     for step in steps:
-        if isinstance(step, Single) and step.arithmetic is Arithmetic.HALF:
+        if isinstance(step, Single) and step.is_half:
             try:
-                attention = find_attention(step.node)
-                if attention is not None:
+                if attention := find_attention(step.node):
                     fused.append(_fused_step(attention, kernel, step_of, level))
             except NotFused as reason:
                 note = f"attention, left as it is: {reason}"
@@ -120,72 +110,65 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
 
 
 def _fused_step(
-    attention: Attention, kernel: Kernel, step_of: dict[Node, Step], level: Level
+    attention: Attention, kernel: Kernel, step_of: Mapping[Node, Step], level: Level
 ) -> Fused:
-    storage = level.storage
-    if has_symbols(tuple(attention.sizes.values())):
+    """Returns the step that replaces those of an attention.
+
+    Raises: NotFused if the kernel would compute something else, or not at all.
+    """
+    of_operands = labels_of((*attention.query.axes, *attention.key.axes, *attention.values.axes))
+    if has_symbols(tuple(label.length for label in of_operands)):
         raise NotFused("a size of it is a symbol, and a kernel is made for one size")
-    group = _replaced_steps(attention, step_of, level.graph, storage.facts)
+    group = _replaced_steps(attention, step_of, level)
     scores, result = step_of[attention.scores], step_of[attention.result]
-    if not (_is_half(scores) and _is_half(result)):
+    if not (isinstance(scores, Single) and scores.is_half):
         raise NotFused("its first product is not computed in half")
     if any(read.dtype == FLOAT32 for step in (scores, result) for read in step.reads):
         raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
-    inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
     form = _form(attention, kernel)
-    query, key, values, *_ = attention.operands
-    operands = _read_of(query, scores), _read_of(key, scores), _read_of(values, result)
-    biases = tuple(Read(bias.source.value, None) for bias in form.masking.biases)
-    masks = tuple(Read(mask.source.value, None) for mask in form.masking.masks)
-    if any(read.value in inside for read in (*biases, *masks)):
+    operands = {read.value: read for step in (scores, result) for read in step.reads}
+    reads = [operands[x.value] for x in (attention.query, attention.key, attention.values)]
+    terms = [Read(term.source.value, None) for term in form.masking.terms]
+    inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
+    if any(read.value in inside for read in terms):
         raise NotFused("its bias or its mask is computed together with its scores")
-    if not all(_is_stored(read.value, step_of) for read in (*biases, *masks)):
+    if not all(_is_stored(read.value, step_of) for read in terms):
         raise NotFused("its bias or its mask, before it is repeated, is inside of an island")
-    limit = kernel.limit_of(form, query.value, storage.half)
-    types = (*_types(operands), _types(biases), _types(masks))
-    if refused := limit or why_refused(kernel, form, *types):
+    limit = kernel.limit_of(form, attention.query.value, level.half)
+    if refused := limit or why_refused(kernel, form, [*reads, *terms]):
         raise NotFused(f"{kernel.name} does not take it: {refused}")
-    reads = (*(read for step in group for read in step.reads), *operands, *biases, *masks)
-    entering = dict.fromkeys(read.value for read in reads if read.value.held is None)
+    all_reads = (*(read for step in group for read in step.reads), *reads, *terms)
+    entering = dict.fromkeys(read.value for read in all_reads if read.value.held is None)
     return Fused(
         node=attention.result,
         plain=tuple(runnable_order(group, attention.result.outputs)),
-        reads=tuple(Read(value, storage.dtype(value)) for value in entering if value not in inside),
+        reads=tuple(Read(v, level.storage.dtype(v)) for v in entering if v not in inside),
         platform=kernel.platform,
-        lowering=FusedAttention(kernel.attend, form, operands, biases, masks),
+        lowering=FusedAttention(kernel.attend, form, (*reads, *terms)),
         why=kernel.why,
     )
 
 
-def why_refused(kernel: Kernel, form: Form, *operands: Any) -> str:
-    """Returns what JAX says against an attention of operands of these types; "" if nothing.
-
-    Forward and backward pass are traced: JAX refuses some shapes only there, and all of them where
-    it finds no cuDNN.
-    """
-
-    def with_gradient(query: Any, key: Any, values: Any, biases: Any, masks: Any) -> Any:
-        function = functools.partial(kernel.attend, form, biases=biases, masks=masks)
-        result, pull_back = jax.vjp(function, query, key, values)
-        return pull_back(result)
-
-    try:
-        jax.eval_shape(with_gradient, *operands)
-    except Exception as error:  # JAX raises what it finds: RuntimeError, ValueError, ...
-        return " ".join(str(error).split()) or type(error).__name__
-    return ""
-
-
-def _is_half(step: Step) -> bool:
-    return isinstance(step, Single) and step.arithmetic is Arithmetic.HALF
+def _replaced_steps(
+    attention: Attention, step_of: Mapping[Node, Step], level: Level
+) -> list[Single | Island]:
+    """Returns the steps that compute an attention and nothing else that is read."""
+    dependent = level.facts.dependent
+    computed = [node for node in attention.nodes if not dependent.isdisjoint(node.outputs)]
+    found = list({id(step_of[node]): step_of[node] for node in computed}.values())
+    group = [step for step in found if isinstance(step, (Single, Island))]
+    if len(group) < len(found):
+        raise NotFused("part of it is a function of its own")
+    nodes = {node for step in group for node in nodes_of(step)}
+    for value in (value for node in nodes for value in node.outputs):
+        is_read_elsewhere = value in level.graph.outputs or not nodes.issuperset(value.users)
+        if is_read_elsewhere and value not in attention.result.outputs:
+            raise NotFused("its scores or its weights are read elsewhere too")
+    return group
 
 
-def _read_of(operand: Labelled, step: Step) -> Read:
-    (read,) = {read for read in step.reads if read.value is operand.value}
-    return read
-
-
-def _is_stored(value: Value, step_of: dict[Node, Step]) -> bool:
+def _is_stored(value: Value, step_of: Mapping[Node, Step]) -> bool:
+    """Returns whether a value of the level is there for other steps to read."""
     if value.producer is None or value.held is not None:
         return True
     step = step_of.get(value.producer)
@@ -194,26 +177,24 @@ def _is_stored(value: Value, step_of: dict[Node, Step]) -> bool:
     return step is not None
 
 
-def _types(reads: Sequence[Read]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(r.value.aval.shape, r.dtype or r.value.dtype) for r in reads]
+def why_refused(kernel: Kernel, form: Form, reads: Sequence[Read]) -> str:
+    """Returns why JAX refuses an attention that reads these values; "" if it does not.
 
+    Forward and backward pass are traced: JAX refuses some shapes only there, and all of them if it
+    finds no cuDNN.
+    """
 
-def _replaced_steps(
-    attention: Attention, step_of: dict[Node, Step], graph: Graph, facts: Facts
-) -> list[Single | Island]:
-    """Returns the steps that compute an attention and nothing else that is read."""
-    dependent = [node for node in attention.nodes if not facts.dependent.isdisjoint(node.outputs)]
-    found = list({id(step_of[node]): step_of[node] for node in dependent}.values())
-    group = [step for step in found if isinstance(step, (Single, Island))]
-    nodes = {node for step in group for node in nodes_of(step)}
-    if len(group) < len(found):
-        raise NotFused("part of it is a function of its own")
-    for value in (value for node in nodes for value in node.outputs):
-        if value in attention.result.outputs:
-            continue
-        if value in graph.outputs or not nodes.issuperset(value.users):
-            raise NotFused("its scores or its weights are read elsewhere too")
-    return group
+    def with_gradient(query: Any, key: Any, values: Any, *terms: Any) -> Any:
+        function = functools.partial(kernel.attend, form, terms=terms)
+        result, pull_back = jax.vjp(function, query, key, values)
+        return pull_back(result)
+
+    types = [jax.ShapeDtypeStruct(r.value.aval.shape, r.dtype or r.value.dtype) for r in reads]
+    try:
+        jax.eval_shape(with_gradient, *types)
+    except Exception as error:  # JAX raises what it finds: RuntimeError, ValueError, ...
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
 
 
 # The form.
@@ -221,36 +202,35 @@ def _replaced_steps(
 
 def _form(attention: Attention, kernel: Kernel) -> Form:
     """Returns how a kernel is to compute an attention."""
-    operands, sizes, keys = attention.operands, attention.sizes, (attention.operands.keys,)
-    rows, batch, shared_heads, own_heads = _rows_and_heads(attention)
-    heads = (*shared_heads, *own_heads)
-    of_query, of_values = (batch, rows, heads), (batch, keys, shared_heads)
-    bias_axes = (batch, heads, rows, keys)
+    row, batch, shared_heads, own_heads = _rows_and_heads(attention)
+    heads, keys = (*shared_heads, *own_heads), (attention.keys,)
+    of_query, of_key = (batch, row, heads), (batch, keys, shared_heads)
+    (width,) = {*labels_of(attention.query.axes)} - {*attention.batch, *attention.rows}
+    (value_width,) = {*labels_of(attention.values.axes)} - {*attention.batch, attention.keys}
+    bias_axes = (batch, heads, row, keys)
     return Form(
-        query=Layout.between(operands.query.axes, (*of_query, (WIDTH,)), sizes),
-        key=Layout.between(operands.key.axes, (*of_values, (WIDTH,)), sizes),
-        values=Layout.between(operands.values.axes, (*of_values, (VALUE_WIDTH,)), sizes),
-        result=Layout.between((*of_query, (VALUE_WIDTH,)), operands.result, sizes),
+        query=Layout.between(attention.query.axes, (*of_query, (width,))),
+        key=Layout.between(attention.key.axes, (*of_key, (width,))),
+        values=Layout.between(attention.values.axes, (*of_key, (value_width,))),
+        result=Layout.between((*of_query, (value_width,)), attention.result_axes),
         scale=attention.scale,
         masking=_masking_of(attention, bias_axes, kernel),
         bias_axes=bias_axes,
-        sizes=sizes,
     )
 
 
 def _rows_and_heads(attention: Attention) -> tuple[Labels, Labels, Labels, Labels]:
-    """Returns the labels of rows, batch, heads shared with the keys, and heads of queries alone."""
-    rows = attention.operands.rows
+    """Returns the labels of rows, batch, heads shared with the keys, and heads of queries only."""
+    rows, batch = attention.rows, attention.batch
     if len(rows) > 2:
         raise NotFused("its queries have more than two axes that its keys have not")
     terms: list[Bias | Mask] = [*attention.biases, *attention.masks]
     masked = {label for term in terms for label in labels_of(term.source.axes)}
-    # Of two one is the position; a mask differs along it, and not from head to head. In doubt it is
-    # the longer one.
-    row = min(rows, key=lambda label: (label not in masked, -attention.sizes[label]), default=None)
+    # One of two is the position: a mask differs along it, and not from head to head. Without a mask
+    # the longer one is taken.
+    row = min(rows, key=lambda label: (label not in masked, -label.length), default=None)
     own_heads = tuple(label for label in rows if label != row)
-    batch = attention.operands.batch
-    order = labels_of(attention.operands.query.axes)
+    order = labels_of(attention.query.axes)
     has_heads = len(batch) > 1 or (
         bool(batch) and row is not None and order.index(batch[0]) > order.index(row)
     )
@@ -264,25 +244,25 @@ def _rows_and_heads(attention: Attention) -> tuple[Labels, Labels, Labels, Label
 class _Known(NamedTuple):
     """What is known of a bias or a mask when the program is planned."""
 
-    keeps: Booleans  # with the axes of a bias, of length one where it does not differ
+    keeps: Booleans  # with the axes of a bias, of length one along which it does not differ
     only_masks: bool  # the scores that it keeps stay as they are
 
 
 def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Masking:
-    """Returns what the biases and masks of an attention do.
+    """Returns how the biases and masks of an attention are applied.
 
     Args:
       bias_axes: batch, heads, rows and keys.
 
-    Raises: NotFused for what the fused kernel does not do.
+    Raises: NotFused if the kernel cannot apply them.
     """
     terms: list[Bias | Mask] = [*attention.biases, *attention.masks]
-    known = {term: _known(term, bias_axes, attention.sizes) for term in terms}
+    known = {term: _known(term, bias_axes) for term in terms}
     kept: Booleans = np.ones((1, 1, 1, 1), bool)
     for found in filter(None, known.values()):
         kept = kept & found.keeps
     batch, _, rows, keys = bias_axes
-    pattern = _pattern(kept, [attention.sizes[label] for label in (*rows, *keys)])
+    pattern = _pattern(kept, (*rows, *keys))
     constant = kept if pattern is None and kernel.takes_constants and len(kept) == 1 else None
     if pattern is not None or constant is not None:
         terms = [t for t in terms if (one := known[t]) is None or not one.only_masks]
@@ -308,24 +288,30 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
     )
 
 
-def _known(term: Bias | Mask, bias_axes: Axes, sizes: Sizes) -> _Known | None:
+def _known(term: Bias | Mask, bias_axes: Axes) -> _Known | None:
+    """Returns what is known of a bias or a mask; None if it depends on an argument."""
     value, axes = term.source
     numbers = constant_of(value)
     if numbers is None or numbers.ndim != len(shape_of(value)):
         return None
     axes = tuple(axis if n != 1 else () for axis, n in zip(axes, numbers.shape, strict=True))
-    numbers = spread(numbers, axes, bias_axes, sizes)
+    numbers = spread(numbers, axes, bias_axes)
     if isinstance(term, Mask):
         return _Known(numbers == term.keeps, only_masks=True)
     keeps = numbers.astype(np.float64) * term.factor > LARGEST_FILL
     return _Known(keeps, only_masks=not numbers[keeps].any())
 
 
-def _pattern(kept: Booleans, lengths: Sequence[int]) -> tuple[bool, int | None] | None:
-    """Returns whether a mask is causal, and its window; None if it is neither that nor empty."""
+def _pattern(kept: Booleans, labels: Sequence[Label]) -> tuple[bool, int | None] | None:
+    """Returns whether a mask is causal, and its window; None if it is neither that nor empty.
+
+    Args:
+      labels: of rows and keys.
+    """
     if kept.all():
         return False, None
-    if kept.shape[:2] != (1, 1) or kept.shape[2:] != tuple(lengths) or len(set(lengths)) != 1:
+    lengths = tuple(label.length for label in labels)
+    if kept.shape[:2] != (1, 1) or kept.shape[2:] != lengths or len(set(lengths)) != 1:
         return None
     kept, length = kept[0, 0], lengths[0]
     # How far the first key that a row sees is behind its own.

@@ -1,4 +1,4 @@
-"""What the kernels of all platforms share: the form of an attention, and what they have not."""
+"""What the kernels of all platforms share: the form of an attention, and derivatives they lack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jmp.autocasting.attention._axes import Axes, Layout, Sizes
+from jmp.autocasting.attention._axes import Axes, Layout, spread
 from jmp.autocasting.attention._matching import Bias, Mask
 
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
@@ -25,14 +25,19 @@ class Masking(NamedTuple):
 
     is_causal: bool
     window: int | None  # how many keys before its own a row sees, if it is causal
-    constant: Booleans | None  # another mask without inputs, where a kernel takes one; see `kept`
-    biases: Sequence[Bias]  # what is not said by these three
+    constant: Booleans | None  # another mask without inputs, if the kernel takes one; see `kept`
+    biases: Sequence[Bias]  # those that the first three do not express
     masks: Sequence[Mask]
-    has_gradient: bool  # of a bias
+    has_gradient: bool  # a bias has one
     sees_a_key: bool  # each row is known to
 
+    @property
+    def terms(self) -> Sequence[Bias | Mask]:
+        """The biases and masks whose values a kernel reads, in the order in which it gets them."""
+        return [*self.biases, *self.masks]
+
     def kept(self, rows: int, keys: int) -> Any:
-        """Returns which scores stay but for masks that are read: (batch, heads, rows, keys)."""
+        """Returns which scores the first three keep: (batch, heads, rows, keys)."""
         if self.constant is not None:
             return self.constant
         behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
@@ -42,7 +47,7 @@ class Masking(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How one attention is laid out for a kernel, and what is done to its scores.
+    """The arrays of one attention as a kernel takes them, and what it does to the scores.
 
     Queries have the shape (batch, rows, heads, width), keys and values (batch, keys, groups of
     heads, width), a bias or a mask (batch, heads, rows, keys).
@@ -55,13 +60,16 @@ class Form(NamedTuple):
     scale: float
     masking: Masking
     bias_axes: Axes
-    sizes: Sizes
+
+    def kept_by(self, mask: Mask, array: Any) -> Any:
+        """Returns which scores a mask keeps, of length one along axes that do not matter to it."""
+        return spread(jnp.asarray(array) == mask.keeps, mask.source.axes, self.bias_axes)
 
 
 def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
     """Returns a kernel's result, and for rows that see no key the average of the values.
 
-    That is what the plain program returns there, where all scores of a row are equal.
+    The plain program returns that average too, because all scores of such a row are equal.
     """
     average = values.mean(1, keepdims=True, dtype=jnp.float32)
     average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
@@ -70,7 +78,7 @@ def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:
     return jnp.where(sees_a_key, result, average)
 
 
-# Derivatives that they have not: refused where they are asked for.
+# Derivatives that the kernels lack raise an error when they are asked for.
 
 
 def differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,8 +96,8 @@ def differentiated_once(function: Callable[..., Any]) -> Callable[..., Any]:
 def in_reverse_mode(array: Any) -> Any:
     """Returns the array; forward mode raises.
 
-    Its tangent is handed on by a primitive that can be transposed and not run: it is left over in
-    forward mode alone.
+    A primitive returns its tangent that can be transposed and not run. Only forward mode leaves it
+    in the program.
     """
     return array
 

@@ -1,21 +1,22 @@
 """Finds attention in the dataflow: product, scale, bias and mask, softmax, product.
 
-It goes back from the second product, and names no module: through what only moves numbers to the
-division of a softmax, and from there to the first product. Axes are followed by what they are made
-of (`_axes`), so that any order of them, and heads that are split or merged, come out alike.
+The search needs no names of modules. It starts at the second product and goes back to the division
+of a softmax, through nodes that only move numbers, and from there to the first product. Axes are
+compared by their labels (`_axes`), so they may come in any order, and heads may be split or merged.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
     Axes,
+    Label,
     Labelled,
     Labels,
     axes_after,
+    axes_repeated_to,
     differing_labels,
     labels_of,
     moves_axes,
@@ -28,7 +29,7 @@ from jmp.autocasting.attention._constants import constant_of
 LARGEST_FILL = -1e4
 # Beside such a number a score or a bias is lost: the next float32 is 8 away.
 LOWERED = -1e8
-# Labels of axes that are none of the scores': the heads' width, of queries and keys, and of values.
+# Numbers of labels that are none of the scores': the width of queries and keys, and of values.
 WIDTH, VALUE_WIDTH = -1, -2
 
 NO_MASK = "its mask puts in numbers that are not a constant of -1e4 or below"
@@ -53,33 +54,37 @@ class Mask(NamedTuple):
     fill: float
 
 
-class Operands(NamedTuple):
-    """What an attention reads, and the axes of what it returns."""
-
-    query: Labelled
-    key: Labelled
-    values: Labelled
-    result: Axes
-    batch: Labels  # those that queries, keys and values share, in the queries' order
-    rows: Labels  # those of the queries alone, in their order
-    keys: int  # that of the keys, over which the softmax sums up
-
-
 class Attention(NamedTuple):
-    """What was found; labels are those of the scores' axes."""
+    """An attention that was found. Labels number the scores' axes."""
 
     scores: Node  # the first product
     result: Node  # the second
     nodes: tuple[Node, ...]  # both, and what was recognised between
-    operands: Operands
-    sizes: dict[int, int]
     scale: float
     biases: tuple[Bias, ...]
     masks: tuple[Mask, ...]
+    query: Labelled
+    key: Labelled
+    values: Labelled
+    result_axes: Axes
+    keys: Label  # of the axis over which the softmax sums
+
+    @property
+    def batch(self) -> Labels:
+        """The labels that queries, keys and values share, in the queries' order."""
+        of_key = labels_of(self.key.axes)
+        shared = (label for label in labels_of(self.query.axes) if label in of_key)
+        return tuple(label for label in shared if label.number != WIDTH)
+
+    @property
+    def rows(self) -> Labels:
+        """The labels that only the queries have, in their order."""
+        of_key = labels_of(self.key.axes)
+        return tuple(label for label in labels_of(self.query.axes) if label not in of_key)
 
 
 class _Softmax(NamedTuple):
-    nodes: tuple[Node, ...]  # that it is known by
+    nodes: tuple[Node, ...]  # division and exponential
     to_weights: tuple[Node, ...]  # what moves the weights afterwards, or multiplies them by ones
     argument: Value
     axis: int  # of the argument
@@ -88,7 +93,7 @@ class _Softmax(NamedTuple):
 def find_attention(result: Node) -> Attention | None:
     """Returns the attention that ends with the product `result`; None if there is no softmax.
 
-    Raises: NotFused if there is one, but not as an attention has it.
+    Raises: NotFused if there is a softmax, but no attention that a kernel computes.
     """
     if result.name != "dot_general":
         return None
@@ -103,6 +108,10 @@ def find_attention(result: Node) -> Attention | None:
 
 
 def _softmax_of(weights: Value) -> _Softmax | None:
+    """Returns the softmax that weights come from. It may be over any axis, unlike `softmaxes_of`.
+
+    What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
+    """
     to_weights: list[Node] = []
     node = weights.producer
     while node is not None and (handed_on := _handed_on(node)) is not None:
@@ -114,11 +123,11 @@ def _softmax_of(weights: Value) -> _Softmax | None:
     if exp is None or exp.name != "exp" or axis is None:
         return None
     argument = exp.inputs[0]
-    own, sizes = own_axes(shape_of(argument)), dict(enumerate(shape_of(argument)))
-    # What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
+    own = own_axes(argument)
     while (shift := argument.producer) is not None and shift.name == "sub":
         subtracted = shift.inputs[1]
-        if axis in differing_labels(subtracted, _axes_repeated_to(own, subtracted), sizes):
+        differing = differing_labels(subtracted, axes_repeated_to(own, subtracted))
+        if axis in (label.number for label in differing):
             break
         argument = shift.inputs[0]
     return _Softmax((node, exp), tuple(to_weights), argument, axis)
@@ -127,11 +136,10 @@ def _softmax_of(weights: Value) -> _Softmax | None:
 def _summed_axis(division: Node) -> int | None:
     """Returns the axis along which a division makes its first operand add up to one, if any."""
     powers, divisor = division.inputs
-    shape = shape_of(powers)
+    own, shape = own_axes(powers), shape_of(powers)
     if len(shape_of(divisor)) != len(shape) or shape_of(division.outputs[0]) != shape:
         return None
-    own = own_axes(shape)
-    total, axes = source_of(divisor, _axes_repeated_to(own, divisor), dict(enumerate(shape)))
+    total, axes = source_of(divisor, axes_repeated_to(own, divisor))
     node = total.producer
     if node is None or node.name != "reduce_sum" or node.inputs[0] is not powers:
         return None
@@ -182,23 +190,28 @@ def _producers(value: Value) -> Iterator[Node]:
 
 
 def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
+    """Returns the attention of a softmax.
+
+    Args:
+      result: the product that reads the weights.
+      side: which of its operands they are.
+    """
     path = _path_to_product(softmax.argument)
     if path is None:
         raise NotFused("no product is found in front of its softmax")
     scores, *between = path
-    sizes = dict(enumerate(shape_of(scores.outputs[0])))
-    axes = own_axes(shape_of(scores.outputs[0]))
+    axes = own_axes(scores.outputs[0])
     scale, biases, masks = 1.0, list[Bias](), list[Mask]()
     on_path = {scores.outputs[0]}
     for node in between:
         if moves_axes(node):
-            axes = _followed(node, axes, sizes)
+            axes = _followed(node, axes)
         elif node.name == "select_n":
-            masks += _masks_of(node, on_path, axes, sizes)
+            masks += _masks_of(node, on_path, axes)
         elif node.rule.linear:
             if any(mask.fill > LOWERED for mask in masks):
                 raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
-            biases.append(_bias_of(node, on_path, axes, sizes))
+            biases.append(_bias_of(node, on_path, axes))
         else:
             factor = _factor_of(node, on_path)
             scale *= factor
@@ -207,18 +220,34 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
         on_path.add(node.outputs[0])
     keys = axes[softmax.axis]
     for node in filter(moves_axes, softmax.to_weights):
-        axes = _followed(node, axes, sizes)
+        axes = _followed(node, axes)
     if not all(mask.fill <= LARGEST_FILL for mask in masks):
         raise NotFused(NO_MASK)
     if len(keys) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
-    nodes = (scores, *between, *softmax.nodes, *softmax.to_weights, result)
-    operands = _operands(scores, result, side, axes, keys[0], sizes)
-    return Attention(scores, result, nodes, operands, sizes, scale, tuple(biases), tuple(masks))
+    query, key = _queries_and_keys(scores, keys[0])
+    values, result_axes = _values(result, side, axes, keys[0])
+    attention = Attention(
+        scores=scores,
+        result=result,
+        nodes=(scores, *between, *softmax.nodes, *softmax.to_weights, result),
+        scale=scale,
+        biases=tuple(biases),
+        masks=tuple(masks),
+        query=query,
+        key=key,
+        values=values,
+        result_axes=result_axes,
+        keys=keys[0],
+    )
+    others = {label for label in labels_of(values.axes) if label.number != VALUE_WIDTH}
+    if others != {*attention.batch, keys[0]}:
+        raise NotFused("its values have other batch axes than its keys")
+    return attention
 
 
-def _followed(node: Node, axes: Axes, sizes: dict[int, int]) -> Axes:
-    followed = axes_after(node, axes, sizes)
+def _followed(node: Node, axes: Axes) -> Axes:
+    followed = axes_after(node, axes)
     if followed is None:
         raise NotFused(f"{node.name} mixes the axes of its scores")
     return followed
@@ -229,8 +258,7 @@ def _path_to_product(value: Value) -> list[Node] | None:
     readers: dict[Value, Node | None] = {value: None}  # of each value on the way, who reads it
     stack = [value]
     while stack:
-        current = stack.pop()
-        node = current.producer
+        node = stack.pop().producer
         if node is None:
             continue
         if node.is_product and node.name == "dot_general":
@@ -248,13 +276,11 @@ def _path_to_product(value: Value) -> list[Node] | None:
 def _on_the_way(node: Node) -> Sequence[Value]:
     """Returns the operands of a node through which scores may come to an attention's maximum.
 
-    Raises: NotFused for a node that changes scores otherwise than by adding, scaling and choosing.
+    Raises: NotFused if a node changes scores otherwise than by adding, scaling and choosing.
     """
-    if moves_axes(node):
-        return node.inputs[:1]
-    if node.name == "dot_general" or not node.is_fusible:
+    if node.name == "dot_general" or not (node.is_fusible or moves_axes(node)):
         return ()
-    if node.name == "div":
+    if moves_axes(node) or node.name == "div":
         return node.inputs[:1]
     if node.name == "select_n":
         return node.inputs[1:]
@@ -266,6 +292,7 @@ def _on_the_way(node: Node) -> Sequence[Value]:
 
 
 def _other(node: Node, on_path: set[Value]) -> Value:
+    """Returns the operand of a node that is not the scores."""
     others = [value for value in node.inputs if value not in on_path]
     if len(others) != 1:
         raise NotFused(f"{node.name} reads its scores twice")
@@ -281,14 +308,14 @@ def _factor_of(node: Node, on_path: set[Value]) -> float:
     return 1 / constant if node.name == "div" else constant
 
 
-def _bias_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Bias:
+def _bias_of(node: Node, on_path: set[Value], axes: Axes) -> Bias:
     bias = _other(node, on_path)
     if node.name == "sub" and node.inputs[0] is bias:
         raise NotFused("its scores are subtracted from a bias")
-    return Bias(_labelled(bias, axes, sizes), -1.0 if node.name == "sub" else 1.0)
+    return Bias(_differing_part(bias, axes), -1.0 if node.name == "sub" else 1.0)
 
 
-def _masks_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]) -> Iterator[Mask]:
+def _masks_of(node: Node, on_path: set[Value], axes: Axes) -> Iterator[Mask]:
     which, *cases = node.inputs
     kept = [case in on_path for case in cases]
     if which.dtype != bool or sum(kept) != 1 or which in on_path:
@@ -296,122 +323,108 @@ def _masks_of(node: Node, on_path: set[Value], axes: Axes, sizes: dict[int, int]
     (fill,) = [case.constant for case, keeps in zip(cases, kept, strict=True) if not keeps]
     if fill is None:
         raise NotFused(NO_MASK)
-    for mask in _factors(which, axes, kept[1], sizes):
-        yield Mask(_labelled(*mask, sizes), kept[1], fill)
+    for mask in _joined_masks(which, axes, kept[1]):
+        yield Mask(_differing_part(*mask), kept[1], fill)
 
 
-def _factors(value: Value, axes: Axes, keeps: bool, sizes: dict[int, int]) -> Iterator[Labelled]:
-    """Yields masks that together keep what one does where it equals `keeps`: `a & b` is two."""
-    mask = source_of(value, _axes_repeated_to(axes, value), sizes)
-    while (written := _as_numbers(mask, sizes)) is not None:
+def _joined_masks(value: Value, axes: Axes, keeps: bool) -> Iterator[Labelled]:
+    """Yields the masks that a mask joins: those of `a & b` if it keeps scores where it is true."""
+    mask = source_of(value, axes_repeated_to(axes, value))
+    while (written := _as_numbers(mask)) is not None:
         mask = written
     node = mask.value.producer
     if node is not None and node.name == ("and" if keeps else "or"):
         for operand in node.inputs:
-            yield from _factors(operand, mask.axes, keeps, sizes)
+            yield from _joined_masks(operand, mask.axes, keeps)
     else:
         yield mask
 
 
-def _as_numbers(mask: Labelled, sizes: dict[int, int]) -> Labelled | None:
-    """Returns the mask that was written as zeros and ones, of which one asks what is not zero."""
+def _as_numbers(mask: Labelled) -> Labelled | None:
+    """Returns the mask that was cast to zeros and ones, if `mask` asks which of these are not 0."""
     node = mask.value.producer
     if node is None or node.name != "ne" or node.inputs[1].constant != 0:
         return None
-    numbers, axes = source_of(node.inputs[0], mask.axes, sizes)
+    numbers, axes = source_of(node.inputs[0], mask.axes)
     node = numbers.producer
     if node is None or node.name != "convert_element_type" or node.inputs[0].dtype != bool:
         return None
-    return source_of(node.inputs[0], axes, sizes)
+    return source_of(node.inputs[0], axes)
 
 
-def _labelled(value: Value, axes: Axes, sizes: dict[int, int]) -> Labelled:
-    """Returns what a bias or a mask repeats; where that repeats itself, its axes have no labels."""
-    value, axes = source_of(value, _axes_repeated_to(axes, value), sizes)
-    differing = differing_labels(value, axes, sizes)
+def _differing_part(value: Value, axes: Axes) -> Labelled:
+    """Returns the value that a bias or a mask repeats, with labels only where its entries differ.
+
+    Args:
+      axes: of the scores, to which the bias or mask is repeated.
+    """
+    value, axes = source_of(value, axes_repeated_to(axes, value))
+    differing = differing_labels(value, axes)
     return Labelled(value, tuple(() if differing.isdisjoint(axis) else axis for axis in axes))
-
-
-def _axes_repeated_to(axes: Axes, value: Value) -> Axes:
-    """Returns the axes of an operand, given those of the result that it is repeated to."""
-    shape = shape_of(value)  # () of a number
-    return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
 
 
 # What the two products read.
 
 
-def _operands(
-    scores: Node, result: Node, side: int, weights: Axes, keys_label: int, sizes: dict[int, int]
-) -> Operands:
-    """Returns what the products `scores` and `result` read.
-
-    Args:
-      side: which operand of `result` the weights are.
-      weights: their axes.
-      keys_label: that of the axis that the softmax sums up over.
-      sizes: of the labels' axes; those of the widths are added.
+def _queries_and_keys(scores: Node, keys: Label) -> tuple[Labelled, Labelled]:
+    """Returns what the first product reads.
 
     Raises: NotFused if an axis is not where an attention has it.
     """
-    query, key = _operands_of_scores(scores)
-    if keys_label in labels_of(query.axes):
-        query, key = key, query
-    of_query, of_key = labels_of(query.axes), labels_of(key.axes)
-    batch = tuple(label for label in of_query if label in of_key and label != WIDTH)
-    rows = tuple(label for label in of_query if label not in of_key)
-    if keys_label in of_query or set(of_key) != {*batch, keys_label, WIDTH}:
-        raise NotFused("its keys have an axis that neither queries nor values have")
-    sizes[WIDTH] = shape_of(query.value)[query.axes.index((WIDTH,))]
-    values, axes = _values(result, side, weights, keys_label, sizes)
-    if set(labels_of(values.axes)) != {*batch, keys_label, VALUE_WIDTH}:
-        raise NotFused("its values have other batch axes than its keys")
-    return Operands(query, key, values, axes, batch, rows, keys_label)
-
-
-def _operands_of_scores(scores: Node) -> tuple[Labelled, Labelled]:
-    contracted, batched = scores.params["dimension_numbers"]
-    if len(contracted[0]) != 1:
+    (summed, _), (shared, _) = scores.params["dimension_numbers"]
+    if len(summed) != 1:
         raise NotFused("its first product sums over more than one axis")
     # The scores have the axes of the batch, those left of one operand, and those of the other.
-    axes = own_axes(shape_of(scores.outputs[0]))
-    n_shared = len(batched[0])
-    end_of_left = len(shape_of(scores.inputs[0])) - 1  # all of its axes but the one that is summed
-    shared, left, right = axes[:n_shared], axes[n_shared:end_of_left], axes[end_of_left:]
-    return _operand(scores, 0, (WIDTH,), shared, left), _operand(scores, 1, (WIDTH,), shared, right)
+    axes, left = own_axes(scores.outputs[0]), shape_of(scores.inputs[0])
+    width, n_shared, end_of_left = (Label(WIDTH, left[summed[0]]),), len(shared), len(left) - 1
+    of_batch = axes[:n_shared]
+    query = _operand(scores, 0, width, of_batch, axes[n_shared:end_of_left])
+    key = _operand(scores, 1, width, of_batch, axes[end_of_left:])
+    if keys in labels_of(query.axes):
+        query, key = key, query
+    others = {label for label in labels_of(key.axes) if label not in labels_of(query.axes)}
+    if others != {keys}:
+        raise NotFused("its keys have an axis that neither queries nor values have")
+    return query, key
 
 
-def _values(
-    result: Node, side: int, weights: Axes, keys_label: int, sizes: dict[int, int]
-) -> tuple[Labelled, Axes]:
-    """Returns the values, and the axes of the result."""
-    contracted, batched = result.params["dimension_numbers"]
-    if [weights[i] for i in contracted[side]] != [(keys_label,)]:
+def _values(result: Node, side: int, weights: Axes, keys: Label) -> tuple[Labelled, Axes]:
+    """Returns the values that the second product reads, and the axes of its result.
+
+    Args:
+      side: which operand the weights are.
+      weights: their axes.
+
+    Raises: NotFused if an axis is not where an attention has it.
+    """
+    summed, shared = result.params["dimension_numbers"]
+    if [weights[i] for i in summed[side]] != [(keys,)]:
         raise NotFused("its second product does not sum over the keys alone")
-    shared = [weights[i] for i in batched[side]]
-    values = _operand(result, 1 - side, (keys_label,), shared, itertools.repeat((VALUE_WIDTH,)))
-    if values.axes.count((VALUE_WIDTH,)) != 1:
+    value = result.inputs[1 - side]
+    taken = (*summed[1 - side], *shared[1 - side])
+    widths = [n for i, n in enumerate(shape_of(value)) if i not in taken]
+    if len(widths) != 1:
         raise NotFused("its values have more than one axis of their own")
-    sizes[VALUE_WIDTH] = shape_of(values.value)[values.axes.index((VALUE_WIDTH,))]
-    free = [axis for i, axis in enumerate(weights) if i not in (*contracted[side], *batched[side])]
-    first, second = (free, [(VALUE_WIDTH,)]) if side == 0 else ([(VALUE_WIDTH,)], free)
-    return values, (*shared, *first, *second)
+    width, of_batch = (Label(VALUE_WIDTH, widths[0]),), [weights[i] for i in shared[side]]
+    rest = [axis for i, axis in enumerate(weights) if i not in (*summed[side], *shared[side])]
+    free = (*rest, width) if side == 0 else (width, *rest)
+    return _operand(result, 1 - side, (keys,), of_batch, [width]), (*of_batch, *free)
 
 
 def _operand(
-    product: Node, side: int, summed: Labels, shared: Sequence[Labels], free: Iterable[Labels]
+    product: Node, side: int, summed: Labels, shared: Sequence[Labels], free: Sequence[Labels]
 ) -> Labelled:
-    """Returns an operand of a product.
+    """Returns an operand of a product, given its axes.
 
     Args:
-      summed: what the axis is made of that the product sums over.
-      shared: what the axes of the batch are made of.
-      free: what the other axes are made of, in their order.
+      summed: the axis that the product sums over.
+      shared: the axes of the batch.
+      free: the other axes, in their order.
     """
     contracted, batched = product.params["dimension_numbers"]
     value = product.inputs[side]
     positions = range(len(shape_of(value)))
     axes = dict(zip(batched[side], shared, strict=True)) | dict.fromkeys(contracted[side], summed)
-    others = [position for position in positions if position not in axes]
-    axes |= zip(others, free, strict=False)  # `free` may repeat one without end
+    others = (position for position in positions if position not in axes)
+    axes |= zip(others, free, strict=True)
     return Labelled(value, tuple(axes[position] for position in positions))

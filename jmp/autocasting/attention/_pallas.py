@@ -1,8 +1,8 @@
 """Attention as JAX's Pallas kernels for TPUs compute it: one kernel forward, two backward.
 
-Scores are made tile by tile, in float32, and are never in memory. The splash kernel groups heads,
-leaves out tiles that a mask known beforehand hides, and scales nothing: a power of two is
-multiplied with the queries, which is exact. For other scales there is the flash kernel, which
+Scores are computed tile by tile, in float32, and are never in memory. The splash kernel groups
+heads and leaves out tiles that a constant mask hides. It scales nothing: the queries are multiplied
+by a scale that is a power of two, which is exact. For other scales the flash kernel is used, which
 multiplies the float32 scores.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
-from jmp.autocasting.attention._axes import labels_of, spread
+from jmp.autocasting.attention._axes import labels_of
 from jmp.autocasting.attention._kernels import (
     Form,
     Masking,
@@ -35,23 +35,18 @@ IN_SHARD_MAP = "put `jax.shard_map(..., check_vma=False)` around the attention"
 OfHeads = Callable[..., Any]  # of queries, keys, values and segments, heads before positions
 
 
-def attend_on_tpu(
-    form: Form, query: Any, key: Any, values: Any, biases: list[Any], masks: list[Any]
-) -> Any:
+def attend_on_tpu(form: Form, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
     """Returns the attention of bfloat16 queries, keys and values.
 
-    A row whose keys are all masked is the average of the values, as in the plain program.
+    The result of a row whose keys are all masked is the average of the values, as in the plain
+    program.
 
     Args:
-      biases: none.
-      masks: boolean; the form says how to lay them out.
+      terms: the values of `form.masking.masks`. There are no biases.
     """
     q, k, v = form.query(query), form.key(key), form.values(values)
     (batch, rows), keys = q.shape[:2], k.shape[1]
-    kept = [
-        spread(jnp.asarray(array) == mask.keeps, mask.source.axes, form.bias_axes, form.sizes)
-        for array, mask in zip(masks, form.masking.masks, strict=True)
-    ]
+    kept = list(map(form.kept_by, form.masking.masks, terms))
     # Queries are in one segment, and so are the keys that they may see.
     segments = None
     of_keys = [one for one in kept if one.shape[2] == 1]
@@ -75,7 +70,7 @@ def _is_exact(scale: float) -> bool:
     return math.frexp(scale)[0] == 0.5
 
 
-# The kernels. Their modules are imported where one is used: that takes a while.
+# The kernels. Their modules are imported when one is used, because that takes a while.
 
 
 def _splash(form: Form, query: Any, key: Any) -> OfHeads:
@@ -146,7 +141,8 @@ def _tile(length: int) -> int:
 def _with_one_derivative(kernel: OfHeads) -> OfHeads:
     """Returns a kernel with one derivative, in reverse mode.
 
-    It is traced without a default precision: Mosaic takes none above the lowest for half operands.
+    It is traced without a default precision, because Mosaic takes none above the lowest for half
+    operands.
     """
 
     def traced(function: OfHeads) -> OfHeads:
@@ -163,7 +159,7 @@ def _with_one_derivative(kernel: OfHeads) -> OfHeads:
     return attention
 
 
-# What the kernels do not take.
+# What the kernels do not compute.
 
 
 def limit_of(form: Form, query: Value, half: np.dtype) -> str:

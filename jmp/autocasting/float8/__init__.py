@@ -1,7 +1,7 @@
 """Products in float8: which, how they are computed, and what their scales are.
 
-`_passes` says which products are float8 and lowers them, `_arithmetic` computes them, `_bounds`
-finds scales without looking for maxima.
+`_passes` chooses the products and lowers them, `_arithmetic` computes them, `_bounds` finds scales
+without computing maxima.
 """
 
 from jmp.autocasting.float8._arithmetic import OPERANDS

@@ -1,16 +1,16 @@
 """Products in float8, each operand with one scale.
 
 The program that is emitted multiplies bfloat16 numbers, each `convert(float8) * scale`: XLA makes
-one cuBLASLt float8 product of that, with the scales as operands, where scales are scalars and not
-both operands are e5m2. Elsewhere, as on a CPU, it computes what is written.
+one cuBLASLt float8 product of that, with the scales as operands, if scales are scalars and not
+both operands are e5m2. On other hardware, such as a CPU, it computes the program as it is written.
 
-A product has a derivative of its own: what is kept for the backward pass is float8, and so are its
-two products. It has no second derivative, and none in forward mode.
+A product has a derivative of its own. It keeps float8 arrays for the backward pass, whose two
+products are float8 too. It has no second derivative, and none in forward mode.
 
-A scale comes from the largest number, or from a bound of it, for which no array is read: from the
-norms of a product's factors, and the extremes of the function between it and the next. One scale is
-shared by all examples of a `vmap`, and by all devices that hold a part of an array: with several
-scales no product would be float8, and what devices computed would differ.
+A scale comes from the largest number, or from a bound of it, for which the array is not read. The
+bound comes from the norms of a product's factors, and the extremes of the function between it and
+the next. All examples of a `vmap` share a scale, and so do all devices that hold a part of an
+array. With several scales no product would be float8, and devices would compute different numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ NO_DERIVATIVE = (
 
 
 class Extremes(NamedTuple):
-    """What is known of a function f of one number x: |f(x)| <= min(largest, offset + slope |x|)."""
+    """Bounds of a function f of one number x: |f(x)| <= min(largest, offset + slope |x|)."""
 
     largest: float
     offset: float  # |f(0)|, or more where f jumps, as a step does
@@ -48,7 +48,7 @@ class Extremes(NamedTuple):
 
 
 class ProductForm(NamedTuple):
-    """What a product in float8 is told of what stands around it."""
+    """What a product in float8 has to know of the program around it."""
 
     is_shared: bool  # other products may read its factors
     is_bounded: bool = False  # its cotangent comes with a bound
@@ -69,8 +69,8 @@ class Bound(NamedTuple):
     """
 
     largest: Any  # no magnitude of it exceeds this
-    # Zero. Who reads the result gives this a cotangent that no magnitude of the result's cotangent
-    # exceeds: several readers' cotangents add up, and so do their bounds.
+    # Zero. A reader of the result gives it a cotangent that no magnitude of the result's cotangent
+    # exceeds. The cotangents of several readers add up, and so do their bounds.
     zero: Any
 
 
@@ -81,7 +81,7 @@ def hold(array: Any, source: Any = None, bound: Bound | None = None) -> Float8:
     """Returns an array in float8, rounded to bfloat16 before; it has no derivative.
 
     Args:
-      source: what it was before it was only moved, or its type, which says along which axes its
+      source: the array before it was only moved, or its type, which says along which axes its
         numbers vary. The array's own type may name more.
       bound: its own, if it is known.
     """
@@ -89,12 +89,6 @@ def hold(array: Any, source: Any = None, bound: Bound | None = None) -> Float8:
     half = cast(without_reduced(lax.stop_gradient(array)), np.dtype(jnp.bfloat16))
     largest = largest_of(half, axes) if bound is None else lax.stop_gradient(bound.largest)
     return round_to_float8(half, OPERANDS, largest)
-
-
-def as_multiplied(array: Any, dtype: np.dtype) -> Any:
-    """Returns a bfloat16 array as a product reads it from float8; it has no derivative."""
-    fixed = lax.stop_gradient(array)
-    return _times_scales([round_to_float8(fixed, dtype, largest_of(fixed, axes_of(fixed)))])[0]
 
 
 def _times_scales(factors: Sequence[Float8], fenced: Sequence[int] = ()) -> list[Any]:
@@ -139,13 +133,13 @@ def multiply(
 
 def _differentiable(types: Sequence[Any], params: Params, form: ProductForm) -> Callable[..., Any]:
     """Returns a product of operands of these types, and the zero of its bound."""
-    # XLA would join products that share a factor, as those of queries, keys and values, and put the
+    # XLA would join products that share a factor, such as queries, keys and values, and put the
     # other factors side by side: with a scale for each part that is no float8 product. Behind a
     # barrier of its own no product shares a factor.
     fenced = (0, 1) if form.is_shared else ()
-    # The second product reads the cotangent through a barrier too where that was stored before it
-    # was rounded, or is added up: then it is rounded once, and devices send it in float8. Where
-    # XLA can round it while it computes it, it stores it for each product in the order it wants.
+    # The second product reads the cotangent through a barrier too if that was stored before it was
+    # rounded, or is added up: then it is rounded once, and devices send it in float8. If XLA can
+    # round it while it computes it, it stores it for each product in the order it wants.
     fenced_once = fenced or (() if form.is_bounded and not form.has_bias else (0,))
 
     def run(left: Any, right: Any, zeros: Any, held: Sequence[Float8]) -> Any:
@@ -201,7 +195,7 @@ def _summed_backward(
 
 @jax.custom_jvp
 def _once(result: Any, *operands: Any) -> Any:
-    """Returns a result whose derivative is taken already."""
+    """Returns a result that has been differentiated once."""
     return result
 
 
@@ -216,11 +210,11 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 def round_to_float8(array: Any, dtype: np.dtype, largest: Any) -> Float8:
     """Returns an array in float8, with the scale at which a magnitude is the largest of float8.
 
-    All in bfloat16, and multiplied, not divided: XLA divides in float32, and would keep the array
-    as it was before it was rounded to bfloat16, in twice the bytes. By these roundings the largest
-    number may come out 1.01 times too large, which is rounded down again. Where a number is
-    infinite or NaN the largest is, and so all of the product is NaN: no cast may hide an overflow
-    from loss scaling.
+    All is computed in bfloat16, and multiplied, not divided: XLA divides in float32, and would keep
+    the array from before its rounding to bfloat16, in twice the bytes. Because of these roundings
+    the largest number may come out 1.01 times too large, which is rounded down again. If a number
+    is infinite or NaN, so is the largest, and all of the product is NaN: no cast may hide an
+    overflow from loss scaling.
 
     Args:
       array: bfloat16.
@@ -277,39 +271,40 @@ def bound_of_product(left: Bound, right: Bound) -> Bound:
 def largest_of_product(
     factors: Sequence[Float8], summed: Sequence[Sequence[int]], of_each: bool = False
 ) -> Any:
-    """Returns a bound of a product's results: by Cauchy and Schwarz, of its factors' norms.
+    """Returns a bound of a product's results: with Cauchy and Schwarz, from its factors' norms.
 
     Args:
       summed: the axes of each factor that the product sums over.
-      of_each: as of `largest_of`. A bound's zero gets it so as its cotangent: where examples
-        share the result that is bounded, JAX adds up their cotangents of it, and of the zero as
-        well; of one bound for all it would take one.
+      of_each: as of `largest_of`. A bound's zero gets one of each example as its cotangent: if
+        examples share the result that is bounded, JAX adds up their cotangents of it, and of the
+        zero as well. It would take a single one if all had one bound.
     """
     norms = []
     for factor, axes in zip(factors, summed, strict=True):
-        # Behind a barrier: XLA would read what the numbers were before they were rounded.
+        # Without a barrier XLA would read the numbers from before their rounding.
         wide = cast(lax.optimization_barrier(factor.numbers), FLOAT32)
         squares = lax.reduce_sum(lax.square(wide), tuple(axes))
         norms.append(lax.sqrt(largest_of(squares, axes_of(squares), of_each)))
     left, right = norms
     scales = [cast(factor.scale, FLOAT32) for factor in factors]
-    # By 5 % larger, for roundings: of the sum, by tensor cores, to bfloat16, and of a few
-    # elementwise operations. The smaller scale first, or what is finite might overflow on the way.
+    # 5 % larger, for roundings of the sum, to bfloat16, in tensor cores, and of a few elementwise
+    # operations. The smaller scale comes first, so that no finite bound overflows on the way.
     return np.float32(1.05) * left * right * lax.min(*scales) * lax.max(*scales)
 
 
 def varying_as(other: Any, number: Any) -> Any:
     """Returns a number, all devices' or each one's own, as one that varies as another value does.
 
-    A product's operands vary along the same axes, and so does its result, where types say so. What
-    is the same on all devices, such as a bound, may do so too: its cotangent must be of its type.
+    If types say along which axes values vary, a product's operands and its result vary along the
+    same ones. A bound, which is the same on all devices, may do so too: its cotangent must be of
+    its type.
     """
     return made_varying(number, tuple(sorted(varying_axes(other) - varying_axes(number))))
 
 
 @jax.custom_batching.custom_vmap
 def zero_beside(result: Any) -> Any:
-    """Returns the zero of a product's bound; a `vmap` maps it as it does the result."""
+    """Returns the zero of a product's bound; a `vmap` maps it as it maps the result."""
     return jnp.zeros((), FLOAT32)
 
 

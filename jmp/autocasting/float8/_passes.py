@@ -3,10 +3,10 @@
 `multiply_in_float8` says which products are float8, where the policy asks for it.
 
 `send_in_float8` lowers what devices send each other on the way to float8 products. A shard is
-rounded to float8 before it is gathered, with the scale that all devices share, so that the numbers
-are those of what was gathered and then rounded. The half array is moved beside it, for the sake of
-its transpose: its gradient adds up over devices as that of half does. What that move computes
-nothing reads, and no compiled program keeps it.
+rounded to float8 before it is gathered, with the scale that all devices share. So the numbers are
+the same as if the array was gathered and then rounded. The half array is moved too, for the sake of
+its transpose: its gradient adds up over devices as the gradient of any half array does. Nothing
+reads the moved half array, and no compiled program keeps it.
 """
 
 import collections
@@ -31,7 +31,7 @@ from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step
+from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
 from jmp.autocasting.float8 import _arithmetic
 from jmp.autocasting.float8._arithmetic import OPERANDS, Bound, Extremes, Float8, ProductForm
 from jmp.dtypes import FLOAT32
@@ -51,7 +51,7 @@ class Bounded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Of:
-    """The key of a value as float8: all products that read it share what it was rounded to."""
+    """The key of a value as float8: it is rounded once for all products that read it."""
 
     value: Value
 
@@ -68,9 +68,9 @@ class ProductInFloat8:
     """A product in float8.
 
     Attributes:
-      form: see there.
-      factors: what each operand is the product of, where no maximum is looked for: nothing, or one
-        or two functions of other products' results.
+      form: see `Form`.
+      factors: of each operand, the functions of other products' results that are multiplied to it:
+        none, one or two. The maximum of an operand without any is computed.
     """
 
     form: ProductForm
@@ -102,7 +102,7 @@ def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | N
 def _in_float8(
     value: Value, array: Any, environment: Environment, bound: Bound | None = None
 ) -> Float8:
-    """Returns a value in float8, given as an array if it is not held yet."""
+    """Returns a value in float8; if the environment does not have it yet, the array is rounded."""
     if Float8Of(value) not in environment:
         environment[Float8Of(value)] = _arithmetic.hold(array, root(value).aval, bound)
     held: Float8 = environment[Float8Of(value)]
@@ -111,7 +111,7 @@ def _in_float8(
 
 @dataclasses.dataclass(frozen=True)
 class MovedInFloat8:
-    """What moves its first operand in float8; the move in half is there for its transpose."""
+    """A move of the first operand in float8, and in half for the sake of the transpose."""
 
     half: Lowering | None
 
@@ -138,12 +138,12 @@ WHY_CONVOLUTION = (
     "bfloat16"
 )
 
-# Multiplications. Three products of so many (its own and those of two gradients) take 1.6 us in
-# half at the rate of an H200's data sheet (989e12 operations a second), and half of that in float8:
-# less is saved than the launch of one kernel takes (about 2 us), and some seven more are launched.
-# Not timed: where float8 begins to pay is to be measured on a device, and lies above this.
+# Multiplications. Three products of so many (its own and two of gradients) take 1.6 us in half at
+# the rate of an H200's data sheet (989e12 operations a second), and half of that in float8. That
+# saves less than the launch of one kernel takes (about 2 us), and some seven more are launched. It
+# was not timed: float8 begins to pay above this, and a device has to say where.
 SMALL_PRODUCT = 2**28
-# Tensor cores multiply float8 in pieces of 16; what is thinner is padded to that.
+# Tensor cores multiply float8 in pieces of 16. Thinner operands are padded to that.
 THIN = 16
 
 
@@ -151,11 +151,10 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; its half products are float8, or say why they are not."""
     shared = _shared_factors(level.graph)
 
-    def chosen(step: Step) -> Step:
-        if not isinstance(step, Single) or not step.node.region.multiplies_in_float8:
-            return step
+    @on_singles
+    def chosen(step: Single, level: Level) -> Single:
         node = step.node
-        if not (node.is_product and step.is_half):
+        if not (node.region.multiplies_in_float8 and node.is_product and step.is_half):
             return step
         if node in level.facts.embeddings:  # a lookup, which the user has put in `low=`
             return step
@@ -164,7 +163,7 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         is_shared = not shared.isdisjoint(map(root, node.inputs))
         return step._replace(why=WHY_FLOAT8, lowering=ProductInFloat8(ProductForm(is_shared)))
 
-    return list(map(chosen, steps))
+    return chosen(steps, level)
 
 
 def why_not_float8(node: Node, level: Level) -> str:
@@ -196,8 +195,8 @@ def why_not_float8(node: Node, level: Level) -> str:
 def _feeds(product: Node, facts: Facts) -> bool:
     """Returns whether a product's result goes to another, added up over devices on the way or not.
 
-    Sums over devices are float32, so that nothing `feeds` by them; but the result of a product
-    whose rows are split over devices is one of their parts.
+    Sums over devices are float32, so that no value `feeds` through them. But the result of a
+    product whose rows are split over devices is a part of such a sum.
     """
     values = downstream(product.outputs[0], lambda u: u.is_fusible or u.rule.sums_devices)
     return not facts.feeds.isdisjoint(values)
@@ -214,7 +213,7 @@ def sizes_of(node: Node) -> tuple[int, int, int]:
 
 
 def _shared_factors(graph: Graph) -> set[Value]:
-    """Returns the roots that several products read, on this level or on the outermost."""
+    """Returns the roots that several products read, on this level or on the outermost one."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
     counts = collections.Counter(map(root, factors))
     return {
@@ -241,7 +240,7 @@ ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bf
 
 
 def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
-    """Returns the steps; those that send what float8 products alone read are marked so."""
+    """Returns the steps; those that send what only float8 products read send float8."""
     graph, readers = level.graph, set(products_in_float8(steps))
     if not readers:
         return list(steps)
@@ -256,25 +255,26 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
         ):
             readers.add(node)
     sent: set[Node] = set()
-    for node in graph.nodes:  # what stands before the first that sends is moved as ever
+    for node in graph.nodes:  # what moves before the first that sends stays as it is
         if node in readers and node in moving:
             is_first = any(rule_for(move.primitive.name).sends for move in moving[node])
             if is_first or node.inputs[0].producer in sent:
                 sent.add(node)
 
-    def moved(step: Step) -> Step:
-        if not isinstance(step, Single) or step.node not in sent:
+    @on_singles
+    def moved(step: Single, _: Level) -> Single:
+        if step.node not in sent:
             return step
         lowering = MovedInFloat8(step.lowering)
         return step._replace(why=WHY_SENT_IN_FLOAT8, notes=(WHY_SENT_IN_FLOAT8,), lowering=lowering)
 
-    return list(map(moved, steps))
+    return moved(steps, level)
 
 
 def moves_of(node: Node) -> Sequence[JaxprEqn]:
     """Returns the equations that move the numbers of a node's first operand, one after the other.
 
-    Of most nodes that is their own equation. Empty for a node that does more, or reads float32.
+    Most nodes have one, their own equation. A node that does more, or reads float32, has none.
     """
     if node.region.in_float32:
         return []
@@ -292,9 +292,9 @@ def is_cast(equation: JaxprEqn) -> bool:
 
 
 def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
-    """Returns the equations of a custom_vjp that sends its operand; empty if it does more.
+    """Returns the equations of a custom_vjp that sends its operand; none if it does more.
 
-    So `jmp.gather_params` is written, and gathers with a dtype for sums of gradients.
+    `jmp.gather_params` is such a custom_vjp, and so are gathers with a dtype for gradients' sums.
     """
     jaxpr, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
     rules = [rule_for(inner.primitive.name) for inner in jaxpr.eqns]

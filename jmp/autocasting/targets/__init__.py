@@ -1,7 +1,7 @@
 """Targets: the passes for a kind of hardware, one file each; importing this registers them.
 
-A new pass is a function here, and a row in the tuple of each target that is to have it. Passes that
-more than one target has, or that are long, have a file of their own.
+A new pass is a function in this folder, and a row in the tuple of each target that is to have it. A
+pass that is long, or that several targets have, has a file of its own.
 """
 
 from jmp.autocasting.targets import gpu, tpu

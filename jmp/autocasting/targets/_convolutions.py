@@ -2,8 +2,8 @@
 
 The gradient of a kernel is a convolution of the input with the cotangent, which is larger here. In
 programs for TPUs XLA exchanges the two, and writes a reversed copy of the cotangent to memory. So
-they are exchanged here from the start, and only the gradient is reversed, which is as small as the
-kernel. Estimated by the compiler; see "Kernels of convolutions that spread" in docs/internals.md.
+this file exchanges them first. Then only the gradient is reversed, which is as small as the kernel.
+The compiler's estimate is in docs/internals.md, in "Kernels of convolutions that spread".
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def exchange_kernels(step: Single, level: Level) -> Single:
 def spreads(node: Node) -> bool:
     """Returns whether a product is such a convolution, in one group.
 
-    Its gradient has no sharding of its own, which explicit and manual axes of a mesh would ask for.
+    The gradient made here has no sharding, which explicit and manual axes of a mesh ask for.
     """
     if node.name != "conv_general_dilated":
         return False
@@ -71,7 +71,7 @@ class SpreadingConvolution:
         return with_derivative(forward, derivative)(*operands)
 
 
-# A convolution as a linear function of its kernel. It is a primitive for the sake of its transpose.
+# A convolution as a linear function of its kernel. A primitive can have a transpose of its own.
 
 
 def _of_kernel(image: Any, kernel: Any, **params: Any) -> Any:
@@ -92,9 +92,9 @@ def _gradient_of_image(cotangent: Any, image: Any, kernel: Any, **params: Any) -
 def _gradient_of_kernel(cotangent: Any, image: Any, kernel: Any, **params: Any) -> Any:
     """Returns the convolution of the cotangent with the image, in reverse.
 
-    Position o of the result reads i of the image and k of the kernel where
-    `stride * o + dilation * k == spacing * i + before`. So the image is what slides over the
-    cotangent, and each shift of it gives a position of the kernel, the last one first.
+    Position o of the result reads i of the image and k of the kernel if
+    `stride * o + dilation * k == spacing * i + before`. So the image slides over the cotangent, and
+    each shift of it gives a position of the kernel, the last one first.
     """
     of_image, of_kernel, of_result = params["dimension_numbers"]
     padding = []

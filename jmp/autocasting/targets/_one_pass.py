@@ -1,15 +1,16 @@
 """The sums of a softmax's rows in one pass with their maxima, and kept: the loss of a classifier.
 
 A softmax, or a log-sum-exp, reads its rows twice: for their maxima, and for the sums of
-exp(x - maximum). And as an island it would do both again in the backward pass. XLA's GPU compiler
-makes one kernel of a softmax, which reads a row once; but not where rows are long, nor of a
-log-sum-exp, which leaves no row. There
+exp(x - maximum). As an island it would do both again in the backward pass. XLA's GPU compiler makes
+one kernel of a softmax, which reads a row once. It makes none if rows are long, and none of a
+log-sum-exp, which leaves no row. In these cases
   - the sums come from one reduction of pairs (maximum, sum of exp(x - maximum)), which XLA fuses
-    with that of the maxima. Two parts of a row make max(m, n) and s e^(m - max) + t e^(n - max).
-    XLA splits such a reduction as it splits others. On other hardware the sums are what they were:
-    there one kernel for both is no gain, and one long sum is slower and less exact;
+    with the reduction for the maxima. Two parts of a row make max(m, n) and
+    s e^(m - max) + t e^(n - max). XLA splits such a reduction as it splits others. On other
+    hardware the sums do not change: one kernel for both is no gain there, and one long sum is
+    slower and less exact;
   - maxima and sums, one number each a row, are kept for the backward pass.
-The end of a GPT-2, its last product and cross entropy, moves 30 % fewer bytes by it.
+The end of a GPT-2, its last product and cross entropy, moves 30 % fewer bytes with it.
 """
 
 import functools
@@ -77,8 +78,8 @@ def _length(node: Node) -> int:
 def _reads_rows_again(softmax: Softmax, shift: Shift, around: Surroundings) -> bool:
     """Returns whether XLA reads rows once more for the sums of their powers.
 
-    So it does if they are long, or if no number of a row is made of these sums. (Of what is, as of
-    a softmax, XLA makes one kernel: an entropy would move 1.9 to 2.8 times the bytes.)
+    It does so if they are long, or if no number of a row is computed from these sums. (Otherwise,
+    as in a softmax, XLA makes one kernel of all: an entropy would move 1.9 to 2.8 times the bytes.)
     """
     length = _length(softmax.total)
     if length < SHORT or is_long(length):
@@ -88,7 +89,7 @@ def _reads_rows_again(softmax: Softmax, shift: Shift, around: Surroundings) -> b
 
 
 def _is_spread(total: Node, around: Surroundings) -> bool:
-    """Returns whether a larger value of the island is made of the sums `total`."""
+    """Returns whether a larger value of the island is computed from the sums `total`."""
     (sums,) = total.outputs
     return any(v.size > sums.size for v in downstream(sums, around.inside.__contains__))
 
@@ -110,7 +111,7 @@ def _kept_sums(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> An
 def sums_of_powers(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> Any:
     """Returns the sums of exp(shifted) over `axes`, the last ones, where shifted = rows - shift.
 
-    Its derivative is that of `shifted`; `rows` and `shift` only say how to compute it.
+    It has a derivative with respect to `shifted` only. `rows` and `shift` say how to compute it.
     """
 
     def in_one(_: Any, rows: Any, shift: Any) -> Any:
@@ -131,7 +132,7 @@ def _of_the_shifted(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple
 
 
 def maxima_and_sums(axes: tuple[int, ...], rows: Any) -> tuple[Any, Any]:
-    """Returns the maxima of rows and the sums of exp(rows - maximum), by one reduction over `axes`.
+    """Returns the maxima of rows and the sums of exp(rows - maximum): one reduction over `axes`.
 
     The sum of a row whose maximum is infinite counts the elements that equal it. A row with a NaN
     has two.

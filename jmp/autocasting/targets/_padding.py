@@ -1,30 +1,32 @@
-"""On GPUs a softmax over an odd length is padded, and the products beside it with it.
+"""On GPUs a softmax over an odd length is padded, and so are the products beside it.
 
-Where rows or columns of a half product are no multiple of eight, XLA pads its operands for cuBLAS
-and cuts its result. The scores and the weights of an attention are large, and each of them, and
-each of their cotangents, is written once more by a kernel that only pads. Here the queries, keys
-and values are padded, which are small. Then the scores come out padded, and the kernel of the
-softmax reads padded scores and writes padded weights: behind the end of a row they are zeros, which
-add nothing to the result.
+If rows or columns of a half product are no multiple of eight, XLA pads its operands for cuBLAS and
+cuts its result. The scores and the weights of an attention are large. A kernel that only pads would
+write each of them, and each of their cotangents, once more. Here the queries, keys and values are
+padded, which are small. Then the first product returns padded scores, and the kernel of the softmax
+reads padded scores and writes padded weights. These are zeros behind the end of a row, which add
+nothing to the result.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
-from jmp.autocasting._graph import Graph, Node, Value, downstream
+from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._steps import Arithmetic, Environment, Island, Single, Step, nodes_of
+from jmp.autocasting._patterns import Softmax
+from jmp.autocasting._steps import Environment, Island, Single, Step, nodes_of
 from jmp.autocasting.attention._axes import Axes, Labelled, is_pointwise, keeps_places, own_axes
-from jmp.autocasting.targets._half_softmax import KEPT_WEIGHTS
+from jmp.autocasting.targets._softmax import KEPT_WEIGHTS
 from jmp.dtypes import FLOAT32
 
 # What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
@@ -64,28 +66,26 @@ class PaddedRows:
     values: tuple[Value, ...]
 
     def enter(self, environment: Environment) -> Environment:
-        """Ends the rows, if it is they that enter."""
+        """Ends the rows, if they enter the island."""
         return {value: self._ended(value, array) for value, array in environment.items()}
 
     def bind(self, node: Node, operands: Sequence[Any]) -> list[Any]:
-        """Binds a node; what it repeats may be longer than it was traced."""
+        """Binds a node, whose operands may be longer than they were traced."""
         params = node.params
         if node.name == "broadcast_in_dim":
-            shape = list(params["shape"])
-            for length, place in zip(
-                operands[0].shape, params["broadcast_dimensions"], strict=True
-            ):
-                shape[place] = length  # what is repeated along an axis of the scores is not padded
-            params = {**params, "shape": tuple(shape)}
+            # What is repeated along an axis of the scores is not padded.
+            padded = dict(zip(params["broadcast_dimensions"], operands[0].shape, strict=True))
+            shape = tuple(padded.get(place, length) for place, length in enumerate(params["shape"]))
+            params = {**params, "shape": shape}
         results = _jax_compat.bind(node.equation.primitive, operands, params)
         return [self._ended(v, x) for v, x in zip(node.outputs, results, strict=True)]
 
     def _ended(self, value: Value, rows: Any) -> Any:
         """Returns rows with -inf behind their ends, in float32; any other array as it is.
 
-        It is added: the derivative of a selection is a selection, which XLA would try to fuse into
-        the kernels of the backward pass, and a step would compile for 15 % longer into the same
-        kernels.
+        -inf is added, not selected. The derivative of a selection is a selection, which XLA would
+        try to fuse into the kernels of the backward pass. A step would compile for 15 % longer into
+        the same kernels.
         """
         if value not in self.values or rows.shape[-1] == (length := value.aval.shape[-1]):
             return rows
@@ -103,38 +103,31 @@ def _padded(array: Any, axes: Sequence[int]) -> Any:
 
 def pad_softmaxes(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; softmaxes over odd lengths are padded."""
-    if not any(map(_kept_divisions, steps)):
-        return list(steps)
     changed: dict[int, Step] = {}
     step_of = {node: step for step in steps for node in nodes_of(step)}
     for step in steps:
-        found = _padded_steps(step, step_of, level.graph) if isinstance(step, Island) else {}
+        found = _padded_steps(step, step_of, level) if isinstance(step, Island) else {}
         if changed.keys().isdisjoint(found):  # a product between two softmaxes is padded once
             changed |= found
     return [changed.get(id(step), step) for step in steps]
 
 
-def _kept_divisions(step: Step) -> list[Node]:
-    """Returns the last steps of an island's softmaxes, whose half results are kept."""
-    rewrites = step.rewrites if isinstance(step, Island) else {}
-    return [node for node, form in rewrites.items() if form.keeps == KEPT_WEIGHTS]
-
-
-def _padded_steps(island: Island, step_of: Mapping[Node, Step], graph: Graph) -> dict[int, Step]:
+def _padded_steps(island: Island, step_of: Mapping[Node, Step], level: Level) -> dict[int, Step]:
     """Returns what a softmax and the products beside it become, by the ids of these steps."""
-    divisions = _kept_divisions(island)
+    divisions = [node for node, form in island.rewrites.items() if form.keeps == KEPT_WEIGHTS]
     if not len(divisions) == len(island.reads) == len(island.writes) == 1:
         return {}
     (division,), scores, weights = divisions, island.reads[0].value, island.writes[0].value
-    is_read_elsewhere = scores in graph.outputs or not set(island.nodes).issuperset(scores.users)
-    if is_read_elsewhere or weights in graph.outputs or len(weights.users) != 1:
+    are_outputs = not {scores, weights}.isdisjoint(level.graph.outputs)
+    are_shared = not set(island.nodes).issuperset(scores.users) or len(weights.users) != 1
+    if are_outputs or are_shared or scores.producer is None:
         return {}
-    before = step_of.get(scores.producer) if scores.producer is not None else None
-    after = step_of[weights.users[0]]
+    before, after = step_of.get(scores.producer), step_of[weights.users[0]]
     if not (_may_pad(before) and _may_pad(after)):
         return {}
     axes = _axes_inside(island)
-    rows = _rows_of(division, island, axes)
+    softmax = next(one for one in level.softmaxes if one.division is division)
+    rows = _rows_of(softmax, island, axes)
     if rows is None:
         return {}
     pads = _pads_of(before.node, after.node, Labelled(weights, axes[weights]))
@@ -152,7 +145,7 @@ def _padded_steps(island: Island, step_of: Mapping[Node, Step], graph: Graph) ->
 
 def _may_pad(step: Step | None) -> TypeGuard[Single]:
     """Returns whether a step is a half product whose operands may be padded where it stands."""
-    if not isinstance(step, Single) or step.arithmetic is not Arithmetic.HALF:
+    if not isinstance(step, Single) or not step.is_half:
         return False
     mesh = step.node.outputs[0].aval.sharding.mesh
     asks_for_sharding = mesh.explicit_axes or mesh.manual_axes
@@ -160,12 +153,12 @@ def _may_pad(step: Step | None) -> TypeGuard[Single]:
 
 
 def _axes_inside(island: Island) -> dict[Value, Axes]:
-    """Returns the axes of an island's arrays, labelled by those of the one that enters.
+    """Returns the axes of an island's arrays. Labels number those of the array that enters.
 
     It is empty if a node is not known to do the same with arrays that are longer.
     """
     (entering,) = (read.value for read in island.reads)
-    found = {entering: own_axes(shape_of(entering))}
+    found = {entering: own_axes(entering)}
     for node in island.nodes:
         (result,), operands = node.outputs, [v for v in node.inputs if shape_of(v)]
         if not operands or not found.keys() >= set(operands):
@@ -188,42 +181,40 @@ def _axes_inside(island: Island) -> dict[Value, Axes]:
     return found
 
 
-def _rows_of(division: Node, island: Island, axes: Mapping[Value, Axes]) -> Value | None:
-    """Returns the rows that a softmax subtracts the maxima of; None if it does more than that.
+def _rows_of(softmax: Softmax, island: Island, axes: Mapping[Value, Axes]) -> Value | None:
+    """Returns the rows whose maxima a softmax subtracts; None if its island does more than that.
 
-    Behind the end of a padded row is -inf, which neither a maximum nor a sum of powers sees.
+    The rows may be moved before the difference, as `jax.vmap` does. Neither a maximum nor a sum of
+    powers changes if rows end with -inf. So the island may have no other reduction, and no other
+    array as long as the rows. What it computes before the rows must be finite for padded scores.
     """
-    reductions = [node for node in island.nodes if node.rule.reduces]
-    maxima = [node for node in reductions if node.name == "reduce_max"]
-    powers = division.inputs[0].producer
-    if not axes or powers is None or len(reductions) != 2 or len(maxima) != 1:
+    others = [node for node in island.nodes if node.rule.reduces and node is not softmax.total]
+    if not axes or [node.name for node in others] != ["reduce_max"]:
         return None
-    (rows,), keys = maxima[0].inputs, axes[division.inputs[0]][-1]
-    after = [v for v in downstream(rows, set(island.nodes).__contains__) if v is not rows]
-    before = set(island.nodes).difference(value.producer for value in after)
-    if not all(map(_is_finite_at_zero, before)):
-        return None
-    over = {tuple(axes[node.inputs[0]][i] for i in node.params["axes"]) for node in reductions}
-    if over != {(keys,)} or not all(map(is_row_reduction, reductions)):
-        return None
-    # Between rows and powers is one difference, which may be moved, and beside it nothing as long.
-    path, value = {division, powers}, powers.inputs[0]
+    (rows,), keys = others[0].inputs, axes[softmax.argument][-1]
+    for reduction in (others[0], softmax.total):
+        reduced = [axes[reduction.inputs[0]][i] for i in reduction.params["axes"]]
+        if reduced != [keys] or not is_row_reduction(reduction):
+            return None
+    path, value = {softmax.exp, softmax.division}, softmax.argument
     while value is not rows:
         node = value.producer
         if node is None or not (node.name == "sub" or node.rule.moves):
             return None
-        if any(keys in axes.get(other, ()) for other in node.inputs[1:]):
+        if any(keys in axes.get(subtracted, ()) for subtracted in node.inputs[1:]):
             return None
         path.add(node)
         value = node.inputs[0]
-    is_alone = all(value.producer in path for value in after if keys in axes[value])
-    return rows if is_alone else None
+    after = {*downstream(rows, set(island.nodes).__contains__)} - {rows}
+    before = set(island.nodes).difference(value.producer for value in after)
+    as_long = {value.producer for value in after if keys in axes[value]}
+    return rows if as_long <= path and all(map(_is_finite_at_zero, before)) else None
 
 
 def _is_finite_at_zero(node: Node) -> bool:
-    """Returns whether a function of scores, and its derivative, are finite where scores are zeros.
+    """Returns whether a function of scores and its derivative are finite for scores of zero.
 
-    Those of padded queries and keys are, until -inf is added.
+    Padded queries and keys have such scores, until -inf is added.
     """
     rule = node.rule
     number_last = not any(map(shape_of, node.inputs[1:]))
@@ -231,57 +222,47 @@ def _is_finite_at_zero(node: Node) -> bool:
     return rule.moves or rule.casts or rule.bounded or (rule.affine and is_with_number)
 
 
-class _Side(NamedTuple):
-    """What one operand of a product gives to the axes of its result."""
-
-    places: tuple[int, ...]  # of these axes in the result
-    axes: tuple[int, ...]  # the same in the operand
-
-
-def _sides_of(product: Node) -> tuple[_Side, _Side]:
+def _free_axes(product: Node) -> list[dict[int, int]]:
+    """Returns for each operand the axes of the result that come from it, and which of its own."""
     summed, shared = product.params["dimension_numbers"]
-    free = [
-        tuple(i for i in range(value.aval.ndim) if i not in (*own, *both))
+    place = itertools.count(len(shared[0]))
+    return [
+        {next(place): axis for axis in range(value.aval.ndim) if axis not in (*own, *both)}
         for value, own, both in zip(product.inputs, summed, shared, strict=True)
     ]
-    start, middle = len(shared[0]), len(shared[0]) + len(free[0])
-    end = middle + len(free[1])
-    return _Side(tuple(range(start, middle)), free[0]), _Side(tuple(range(middle, end)), free[1])
 
 
 def _pads_of(before: Node, after: Node, weights: Labelled) -> tuple[Pads, Pads] | None:
     """Returns which axes of their operands two products pad; None if nothing is to be padded.
 
     Args:
-      before: the product that gives the scores, whose axes the labels count.
+      before: the product that returns the scores, whose axes the labels number.
       after: the one that reads the weights.
     """
-    scores, sides, keys = before.outputs[0].aval, _sides_of(before), weights.axes[-1]
-    of_keys = next((i for i, side in enumerate(sides) if side.places == keys != ()), None)
-    if of_keys is None or has_symbols(tuple(scores.shape[i] for s in sides for i in s.places)):
+    scores, free, keys = before.outputs[0].aval, _free_axes(before), weights.axes[-1]
+    if not keys or has_symbols(tuple(scores.shape[i] for places in free for i in places)):
         return None
-    queries = sides[1 - of_keys]
-    number = math.prod(scores.shape[i] for i in queries.places)
-    if number == 1:  # a product with a vector, which XLA does not pad
+    (key,) = keys
+    of_keys = next((i for i, places in enumerate(free) if list(places) == [key.number]), None)
+    if of_keys is None:
         return None
-    pads: list[tuple[int, ...]] = [(), ()]
-    lengths = []
-    if scores.shape[keys[0]] % MULTIPLE:
-        pads[of_keys] = sides[of_keys].axes
-        lengths.append(scores.shape[keys[0]])
-    row = max(queries.places, key=scores.shape.__getitem__)
-    if number % MULTIPLE:
-        pads[1 - of_keys] = (queries.axes[queries.places.index(row)],)
-        lengths.append(scores.shape[row])
+    queries = free[1 - of_keys]
+    n_queries = math.prod(scores.shape[place] for place in queries)
+    if n_queries == 1:  # a product with a vector, which XLA does not pad
+        return None
+    row = max(queries, key=scores.shape.__getitem__)
+    padded = {key.number: key.length % MULTIPLE, row: n_queries % MULTIPLE}
+    pads = [tuple(places[i] for i in places if padded.get(i)) for places in free]
     # What may lie along an axis of a mesh is not padded.
+    lengths = [scores.shape[place] for place in padded if padded[place]]
     devices = [n for n in scores.sharding.mesh.shape.values() if n > 1]
     if not lengths or any(length % n == 0 for length in lengths for n in devices):
         return None
     own = after.inputs.index(weights.value)
     summed, shared = after.params["dimension_numbers"]
     is_of_rows = tuple(summed[own]) == (len(weights.axes) - 1,)
-    is_batch = any(weights.axes[i] == (row,) for i in shared[own])
+    is_batch = any(label.number == row for i in shared[own] for label in weights.axes[i])
     if after.inputs.count(weights.value) > 1 or not is_of_rows or is_batch:
         return None
-    of_values = tuple(summed[1 - own]) if pads[of_keys] else ()
-    return tuple(pads), ((), of_values) if own == 0 else (of_values, ())
+    of_values = tuple(summed[1 - own]) if padded[key.number] else ()
+    return (pads[0], pads[1]), ((), of_values) if own == 0 else (of_values, ())

@@ -1,7 +1,7 @@
 """Rewrites: passes that lower single equations of islands in a leaner form.
 
-A rewrite is a function of a node and its surroundings that returns a `Rewrite`, or None where it
-does not apply. `rewriting` makes a pass of it. The first pass that rewrites a node counts.
+A rewrite is a function of a node and its surroundings. It returns a `Rewrite`, or None if it does
+not apply. `rewriting` makes a pass of it. A node that one pass has rewritten stays as it is.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -27,10 +27,6 @@ class Surroundings(NamedTuple):
     in_half: Set[Value]  # those that leave in half
     has_gradient: bool  # see `Context`
     softmaxes: Sequence[Softmax]  # whose sums are added up in the island
-
-    def softmax_with(self, node: Node) -> Softmax | None:
-        """Returns the softmax whose sums, or whose quotient, a node computes."""
-        return next((x for x in self.softmaxes if node in (x.total, x.division)), None)
 
 
 def rewriting(

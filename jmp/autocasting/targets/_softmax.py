@@ -1,19 +1,33 @@
-"""On TPUs the scores of a softmax, less their maximum, are half.
+"""Softmaxes with half scores or half results.
 
-XLA for TPUs computes exponentials again wherever they are read, in the fusions of the products
-around a softmax: nothing but half scores is stored, and a derivative from the half result would
-only add sums. Where the scores less their maximum are half, and their masks were applied in half
-before, XLA computes maximum, difference and sums in the kernel of the product, and stores the
-difference in place of the scores; else it reads the scores twice more for them. A difference of
-half numbers within a factor of two of each other is exact. Otherwise it is rounded once, by about
-as much as the scores were.
+On GPUs a softmax before a product takes its derivative from its half result. A product keeps its
+operands for the backward pass, so that half result is kept in any case. The derivative of the
+softmax needs nothing else: no scores are kept, and no rows are computed again.
+
+With y a row of the result, the tangent of y is y * (t - sum(y * t)) if y adds up to one, which it
+does not quite once it is rounded. If one score is far above the others, that error is up to 25
+times the error of all other roundings (64 keys, one score larger by 8, bfloat16); half models
+written by hand have it. Here a row is divided by its sum, in float32, so the rows of the gradient
+add up to zero. A row divided by its sum is also the pattern by which XLA finds a softmax. It makes
+a kernel of that which reads each row once, and fuses the rest of the derivative with it.
+
+On TPUs the scores of a softmax, less their maximum, are half. XLA for TPUs computes exponentials
+again wherever they are read, in the fusions of the products around a softmax. Nothing but half
+scores is stored, and a derivative from the half result would only add sums. If the scores less
+their maximum are half, and their masks were applied in half before, XLA computes maximum,
+difference and sums in the kernel of the product, and stores the difference in place of the scores.
+Otherwise it reads the scores twice more for them. A difference of half numbers within a factor of
+two of each other is exact. Any other difference is rounded once, by about as much as the scores
+were.
 """
 
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, downstream
@@ -23,13 +37,64 @@ from jmp.autocasting._steps import Recompute, Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
 from jmp.dtypes import FLOAT32
 
+KEPT_WEIGHTS = "autocast_softmax"
 # The length of a TPU's vectors. Of rows that are no multiple of it (197 tokens of a ViT) XLA makes
 # a kernel of their own, with which a step moves 9 % more bytes.
 VECTOR = 128
 
 
+# On GPUs.
+
+
+def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
+    """Rewrites the last step of a softmax that leaves in half, all of it in one island."""
+    if node.name != "div" or around.recompute is not Recompute.RECOMPUTE:
+        return None
+    found, (result,) = [x for x in around.softmaxes if x.division is node], node.outputs
+    # A reader inside would get the rounded result: log(p) of a small p would be -inf.
+    is_read_inside = not around.inside.isdisjoint(result.users)
+    if not found or result not in around.in_half or is_read_inside:
+        return None
+    why = "a softmax before a product: its derivative is taken from its half result"
+    run = functools.partial(softmax, len(found[0].total.outputs[0].aval.shape), around.half)
+    return Rewrite(why, (found[0].argument,), run, KEPT_WEIGHTS)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def softmax(rows: int, half: Any, shifted: Any) -> Any:
+    """Returns exp(shifted) over the sums of its rows, with the derivative of its half result.
+
+    Args:
+      rows: how many of the first axes count the rows.
+      half: the dtype that the result is rounded to.
+    """
+    powers = jnp.exp(shifted)
+    return powers / _sums(powers, rows)
+
+
+@softmax.defjvp
+def _from_half_result(rows: int, half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (shifted,), (tangent,) = primals, tangents
+    rounded = softmax(rows, half, shifted).astype(half)
+    result = checkpoint_name(rounded, KEPT_WEIGHTS).astype(shifted.dtype)
+    weights = result / _sums(result, rows)
+    # The transpose of this form, weights * (cotangent - sum(weights * cotangent)), has one way from
+    # the weights to the result. The transpose of weights * (tangent - sum(weights * tangent)) has
+    # two. XLA fuses them step by step, and weighs hundreds of tilings at each: it would compile a
+    # transformer's step for up to 20 % longer, into the same kernels.
+    weighted = weights * tangent
+    return result, weighted - weights * _sums(weighted, rows)
+
+
+def _sums(array: Any, rows: int) -> Any:
+    return array.sum(tuple(range(rows, array.ndim)), keepdims=True)
+
+
+# On TPUs.
+
+
 def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
-    """Rewrites masks and scales of half scores, and what a maximum leaves of them, for TPUs."""
+    """Rewrites masks and scales of half scores, and the difference from their maximum, for TPUs."""
     # No TPU multiplies float16, in which a mask might not lie below all scores.
     if around.half == np.float16 or around.recompute is not Recompute.RECOMPUTE:
         return None
@@ -52,14 +117,14 @@ def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
 
 
 def _exact_steps(shift: Shift, around: Surroundings) -> list[Node] | None:
-    """Returns what masks and scales scores that enter in half, for a softmax alone; or None."""
+    """Returns the nodes that mask and scale half scores; None if more than a softmax reads them."""
     readers, scores = {shift.sub, shift.maxima}, shift.rows
     if not _is_left(shift.sub) or not _is_maximum(shift.sub.inputs[1], shift.maxima, around):
         return None
     found: list[Node] = []
     while scores not in around.entering:
         node = scores.producer
-        # What else reads masked scores, such as a comparison, sees the mask as it was written.
+        # Other readers of masked scores, such as a comparison, see the mask as it was written.
         is_read_here = scores not in around.leaving and readers.issuperset(scores.users)
         if node is None or node not in around.inside or not is_read_here:
             return None
@@ -77,7 +142,7 @@ def _is_left(node: Node) -> bool:
 
 
 def _is_maximum(value: Value, maxima: Node, around: Surroundings) -> bool:
-    """Returns whether a value is a maximum, read here alone, into which no gradient flows."""
+    """Returns whether a value is a maximum that only the softmax reads, without a gradient."""
     is_stopped = False
     while value not in around.leaving and len(value.users) == 1:
         node = value.producer
@@ -95,8 +160,8 @@ def _is_maximum(value: Value, maxima: Node, around: Surroundings) -> bool:
 def _is_exact_in_half(node: Node) -> bool:
     """Returns whether a node masks by a constant, or scales down by a power of two.
 
-    Half scores lose nothing by it that a softmax would see: a power of two changes no digits but
-    those of subnormal numbers, and a rounded mask of -1e9 lies as far below all scores.
+    A softmax sees no difference if half scores are masked or scaled so. A power of two changes only
+    the digits of subnormal numbers, and a rounded mask of -1e9 lies as far below all scores.
     """
     operands = node.inputs if node.name == "mul" else node.inputs[1:]
     constants = [value.constant for value in operands if value.constant is not None]
@@ -120,7 +185,7 @@ def _run_in_half(node: Node, half: Any, *operands: Any) -> Any:
 
 
 def _operand_in_half(array: Any, half: Any, is_constant: bool) -> Any:
-    """Returns an array in half; of a constant float32's lowest number is not -inf, but finite."""
+    """Returns an array in half; the finite numbers of a constant stay finite."""
     limit = float(jnp.finfo(half).max)
     if is_constant:
         array = jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
