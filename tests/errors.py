@@ -41,3 +41,10 @@ def errors_beside_half_products(program, half, arguments):
     by_hand = functools.partial(program, half_product(half))
     wanted = gradient_of(exact)
     return tuple(relative_error(gradient_of(function), wanted) for function in (autocast, by_hand))
+
+
+def assert_all_derivatives(got, expected, tolerance, *args, argnums=0):
+    """Compares both Jacobians and the Hessian, by the largest number of each."""
+    for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
+        found, exact = (derivative(function, argnums)(*args) for function in (got, expected))
+        np.testing.assert_allclose(found, exact, atol=tolerance * jnp.abs(exact).max())

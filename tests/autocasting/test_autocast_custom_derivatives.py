@@ -16,6 +16,7 @@ import jmp
 from jmp import diagnostics
 from tests.commands import in_full
 from tests.products import equations_of, product_dtypes
+from tests.products import tanh_layer as layer
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -43,25 +44,6 @@ def assert_near(got, expected, bound):
 
 
 # A custom_vjp of each kind, and a scalar function of (x, w) that calls it.
-
-
-@jax.custom_vjp
-def layer(x, w):
-    return jnp.tanh(x @ w)
-
-
-def layer_forward(x, w):
-    y = jnp.tanh(x @ w)
-    return y, (x, w, y)
-
-
-def layer_backward(residuals, gradient):
-    x, w, y = residuals
-    gradient = gradient * (1 - y**2)
-    return gradient @ w.T, x.T @ gradient
-
-
-layer.defvjp(layer_forward, layer_backward)
 
 
 def two_layers(x, w):

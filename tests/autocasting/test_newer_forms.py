@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 import jmp
 from jmp import _jax_compat
 from tests.errors import largest_error
-from tests.products import product_dtypes
+from tests.products import product_dtypes, tanh_layer
 
 KEYS = jax.random.split(jax.random.key(5), 3)
 W = jax.random.normal(KEYS[0], (16, 16)) / 4
@@ -36,25 +36,6 @@ def under(name):
     return pytest.mark.parametrize("flag", [name], indirect=True)
 
 
-@jax.custom_vjp
-def layer(x, w):
-    return jnp.tanh(x @ w)
-
-
-def layer_forward(x, w):
-    y = layer(x, w)
-    return y, (x, w, y)
-
-
-def layer_backward(kept, change):
-    x, w, y = kept
-    change = change * (1 - y * y)
-    return change @ w.T, x.T @ change
-
-
-layer.defvjp(layer_forward, layer_backward)
-
-
 def with_remat(w, x, **options):
     block = jax.checkpoint(lambda x: jax.nn.gelu(x @ w) @ w, **options)
     return jnp.sum(block(block(x)) ** 2)
@@ -71,7 +52,7 @@ def with_custom_jvp(w, x):
 
 
 def with_custom_vjp(w, x):
-    return jnp.sum(layer(layer(x, w), w) @ w)
+    return jnp.sum(tanh_layer(tanh_layer(x, w), w) @ w)
 
 
 REMATS = {
@@ -187,7 +168,7 @@ def test_products_that_nothing_plans_are_named_once():
         lambda w, x: jnp.sort(x @ w, axis=0) + jnp.zeros_like(x).at[0].add(1.0),
         lambda w, x: lax.reduce(x @ w, 0.0, lambda a, b: a + b, (0,)),
         lambda w, x: jnp.linalg.solve(w, (x @ w).T),
-        lambda w, x: layer(x @ w, w),
+        lambda w, x: tanh_layer(x @ w, w),
     ],
     ids=["full_precision", "sort and scatter", "reduce", "solve", "custom_vjp"],
 )

@@ -12,7 +12,7 @@ import jmp
 from jmp import diagnostics
 from testbed.models import MODELS
 from tests.commands import in_full
-from tests.errors import relative_error
+from tests.errors import assert_all_derivatives, relative_error
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
@@ -173,10 +173,7 @@ def test_a_bias_has_all_derivatives_on_a_tpu():
 
     bias, x = jnp.linspace(-1, 1, 8), jnp.ones((1024, 8)) / 4
     mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
-    for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
-        found = derivative(mixed)(bias, x)
-        exact = derivative(loss)(bias, x)
-        np.testing.assert_allclose(found, exact, atol=0.02 * jnp.abs(exact).max())
+    assert_all_derivatives(mixed, loss, 0.02, bias, x)
 
 
 def test_rows_of_a_half_array_are_looked_up_in_half_and_their_gradients_add_up_in_float32():

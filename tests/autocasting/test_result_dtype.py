@@ -111,23 +111,15 @@ def test_other_products_too(name, half):
     jax.jvp(jax.grad(total(lowered)), operands[:1] + operands[1:], tangents)
 
 
-def in_scan(w, x):
-    return lax.scan(lambda carry, row: (carry, logits(w, row)), 0.0, x[:, None])[1]
+TRANSFORMED = {
+    "scan": lambda w, x: lax.scan(lambda c, row: (c, logits(w, row)), 0.0, x[:, None])[1],
+    "remat": lambda w, x: jax.checkpoint(logits)(w, x),
+    "vmap": lambda w, x: jax.vmap(logits, (None, 0))(w, x[:, None]),
+    "jit": lambda w, x: jax.jit(logits)(w, x),
+}
 
 
-def in_remat(w, x):
-    return jax.checkpoint(logits)(w, x)
-
-
-def in_vmap(w, x):
-    return jax.vmap(logits, (None, 0))(w, x[:, None])
-
-
-def in_jit(w, x):
-    return jax.jit(logits)(w, x)
-
-
-@pytest.mark.parametrize("fun", [in_scan, in_remat, in_vmap, in_jit])
+@pytest.mark.parametrize("fun", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_under_transformations(fun):
     lowered = jmp.autocast(fun, "mixed_float16", rules=only_head("float16"))
     assert set(product_dtypes(lowered, W, X)) == {"float16", "float16 float32"}
@@ -144,9 +136,9 @@ def test_logits_beyond_float16_stay_finite():
 
 
 def test_float8_products_have_no_float32_result_yet():
-    with pytest.raises(ValueError, match=r"float32 results of float8 products are not supported"):
-        jmp.autocast(logits, "mixed_float8,result=f32")
-    with pytest.raises(ValueError, match=r"float32 results of float8 products are not supported"):
-        jmp.autocast(logits, "mixed_bfloat16", rules=[("head", "mixed_float8,y=f32")])
+    head = [("head", "mixed_float8,y=f32")]
+    for policy, rules in (("mixed_float8,result=f32", []), ("mixed_bfloat16", head)):
+        with pytest.raises(ValueError, match="float32 results of float8 products are not supp"):
+            jmp.autocast(logits, policy, rules=rules)
     lowered = jmp.autocast(logits, "mixed_float8", rules=only_head("bfloat16"))
     assert "bfloat16 float32" in product_dtypes(lowered, W, X)

@@ -63,16 +63,15 @@ def test_rewritten_islands_are_traced_once():
     assert (len(found), traces(found)) == (3, 1)
 
 
-def literals(x, w):
-    for scale in (2.0, 3.0, 2.0):
-        x = jnp.exp(x @ w * scale)
-    return x @ w
+def in_turn(layer, numbers):
+    """Layers that differ in a number, and a head."""
 
+    def layers(x, w):
+        for number in numbers:
+            x = layer(x @ w, number)
+        return x @ w
 
-def parameters(x, w):
-    for power in (3, 4, 3):
-        x = lax.integer_pow(x @ w, power)
-    return x @ w
+    return layers
 
 
 def lines(x, w):
@@ -81,15 +80,9 @@ def lines(x, w):
     return x @ w
 
 
-def shapes(x, w, wide):
-    return [jnp.exp(x @ v) @ v.T for v in (w, wide, w)]
-
-
-def held_arrays(x, w):
-    for number in (1.0, 2.0):
-        table = np.linspace(0, number, 128, dtype=np.float32)[None]
-        x = jax.jit(lambda y, table=table: jnp.exp(y + table))(x @ w)
-    return x @ w
+def plus_a_held_array(y, number):
+    table = np.linspace(0, number, 128, dtype=np.float32)[None]
+    return jax.jit(lambda y: jnp.exp(y + table))(y)
 
 
 def what_leaves(x, w):
@@ -97,22 +90,11 @@ def what_leaves(x, w):
     return halves @ w, wide
 
 
-def masks(x, w, keep):
-    return [(jnp.exp(x @ w) + v) @ w for v in (keep.astype(jnp.float32), x)]
-
-
-def dtypes_read(x, w):
-    return [jnp.exp(y) @ w for y in (jnp.cumsum(x @ w, 0), x @ w)]
-
-
-def scopes_inside(x, w):
-    for name in ("a", "b"):
-        y = x @ w
-        with jax.named_scope("layer"):
-            y = jnp.exp(y)
-            with jax.named_scope(name):
-                x = jnp.tanh(y)
-    return x @ w
+def inside_a_scope(y, name):
+    with jax.named_scope("layer"):
+        y = jnp.exp(y)
+        with jax.named_scope(name):
+            return jnp.tanh(y)
 
 
 def operands(x, w):
@@ -121,24 +103,26 @@ def operands(x, w):
 
 
 KEEP = jax.ShapeDtypeStruct((128, 128), bool)
+# Layers, further arguments; how many islands there are, and how many traces.
+DIFFERENT = {
+    "literals": (in_turn(lambda y, scale: jnp.exp(y * scale), (2.0, 3.0, 2.0)), (), (3, 2)),
+    "parameters": (in_turn(lax.integer_pow, (3, 4, 3)), (), (3, 2)),
+    "lines": (lines, (), (2, 2)),
+    "shapes": (
+        lambda x, w, wide: [jnp.exp(x @ v) @ v.T for v in (w, wide, w)], (WIDE,), (3, 2)),
+    "held arrays": (in_turn(plus_a_held_array, (1.0, 2.0)), (), (2, 2)),
+    "what leaves": (what_leaves, (), (2, 2)),
+    "masks": (
+        lambda x, w, keep: [(jnp.exp(x @ w) + v) @ w for v in (keep.astype(jnp.float32), x)],
+        (KEEP,), (2, 1)),
+    "dtypes that are read": (
+        lambda x, w: [jnp.exp(y) @ w for y in (jnp.cumsum(x @ w, 0), x @ w)], (), (2, 2)),
+    "scopes inside": (in_turn(inside_a_scope, ("a", "b")), (), (2, 2)),
+    "operands": (operands, (), (2, 2)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layers", "args", "expected"),
-    [
-        (literals, (X, W), (3, 2)),
-        (parameters, (X, W), (3, 2)),
-        (lines, (X, W), (2, 2)),
-        (shapes, (X, W, WIDE), (3, 2)),
-        (held_arrays, (X, W), (2, 2)),
-        (what_leaves, (X, W), (2, 2)),
-        (masks, (X, W, KEEP), (2, 1)),
-        (dtypes_read, (X, W), (2, 2)),
-        (scopes_inside, (X, W), (2, 2)),
-        (operands, (X, W), (2, 2)),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_islands_that_differ_are_traced_apart(layers, args, expected):
-    found = islands(layers, *args)
+@pytest.mark.parametrize(("layers", "others", "expected"), DIFFERENT.values(), ids=DIFFERENT)
+def test_islands_that_differ_are_traced_apart(layers, others, expected):
+    found = islands(layers, X, W, *others)
     assert (len(found), traces(found)) == expected

@@ -11,6 +11,7 @@ from jax.experimental.ode import odeint
 
 import jmp
 from jmp.adapters import nnx as adapter
+from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import product_dtypes
 
@@ -107,7 +108,9 @@ def test_a_choice_by_platform_takes_that_platforms_branch_when_it_is_lowered():
 
 
 @pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
-@pytest.mark.parametrize("times", [(0.0, 1.0), (0.0, 0.5, 1.0)])
+@pytest.mark.parametrize(
+    "times", in_full({"two": ((0.0, 1.0),), "three": ((0.0, 0.5, 1.0),)}, but=("three",))
+)
 def test_odeint_with_literal_times_has_a_gradient(times):
     def loss(w, x):
         slope = lambda y, t: jnp.tanh(y @ w)
@@ -155,13 +158,9 @@ CHAINS = {
     "looks up": lambda y, i: y[jnp.arange(len(y))],
 }
 N = 2000
-CORE = ("adds an array", "transposes")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in CORE else pytest.param(name, marks=pytest.mark.full) for name in CHAINS],
-)
+@pytest.mark.parametrize("name", in_full(CHAINS.keys(), but=("adds an array", "transposes")))
 def test_a_chain_of_2000_operations_is_planned(name, monkeypatch):
     monkeypatch.setattr("jmp.autocasting._islands.SMALL", 16)
 
