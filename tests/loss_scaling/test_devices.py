@@ -32,27 +32,28 @@ def make(axis_name="auto"):
     )
 
 
+EVERYWHERE = P(("x", "y"))
+
+
+def on_devices(mesh, update, in_specs, out_specs, check_vma=True):
+    options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(update, mesh=mesh, **options))
+
+
 def run_on(mesh, tx, spec, check_vma):
     def update(gradients, state):
         updates, state = tx.update(gradients, state)
         return updates, state.loss_scale.loss_scale[None]
 
-    # Each device reports the scale it ends with.
-    mapped = jax.shard_map(
-        update,
-        mesh=mesh,
-        in_specs=(spec, P()),
-        out_specs=(spec, P(("x", "y"))),
-        check_vma=check_vma,
-    )
-    # A momentum of zeros, the same on all devices.
-    state = tx.init(jnp.zeros(GRADIENTS.shape[0] // (8 if spec == P(("x", "y")) else 4)))
-    return jax.jit(mapped)(GRADIENTS, state)
+    # A momentum of zeros, the same on all devices; each reports the scale it ends with.
+    state = tx.init(jnp.zeros(GRADIENTS.shape[0] // (8 if spec == EVERYWHERE else 4)))
+    run = on_devices(mesh, update, (spec, P()), (spec, EVERYWHERE), check_vma)
+    return run(GRADIENTS, state)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_name", ["auto", ("x", "y")])
-@pytest.mark.parametrize("spec", [P(("x", "y")), P("x")])
+@pytest.mark.parametrize("spec", [EVERYWHERE, P("x")])
 def test_devices_that_share_a_scale_agree_under_shard_map(mesh, spec, axis_name, check_vma):
     updates, scales = run_on(mesh, make(axis_name), spec, check_vma)
     assert jnp.all(updates == 0)
@@ -61,13 +62,13 @@ def test_devices_that_share_a_scale_agree_under_shard_map(mesh, spec, axis_name,
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_agreement_can_be_switched_off(mesh, check_vma):
-    updates, scales = run_on(mesh, make(()), P(("x", "y")), check_vma)
+    updates, scales = run_on(mesh, make(()), EVERYWHERE, check_vma)
     assert sorted(scales.tolist()) == [2.0] + [4.0] * 7
     assert (updates == 0).sum() == 1
 
 
 def test_devices_agree_along_a_named_axis_only(mesh):
-    _, scales = run_on(mesh, make("y"), P(("x", "y")), True)
+    _, scales = run_on(mesh, make("y"), EVERYWHERE, True)
     assert sorted(scales.tolist()) == [2.0] * 2 + [4.0] * 6
 
 
@@ -80,11 +81,8 @@ def test_a_device_with_a_scale_of_its_own_skips_on_its_own(mesh):
         updates, state = tx.update(gradients, state)
         return updates, state.loss_scale.loss_scale[None]
 
-    everywhere = P(("x", "y"))
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=(everywhere, everywhere)
-    )
-    _, scales = jax.jit(mapped)(GRADIENTS, states)
+    specs = EVERYWHERE, EVERYWHERE
+    _, scales = on_devices(mesh, update, specs, specs)(GRADIENTS, states)
     assert scales.tolist() == [4.0] * 5 + [2.0] + [4.0] * 2
 
 
@@ -98,7 +96,7 @@ def test_devices_agree_under_pmap():
 
 def test_under_jit_sharding_there_is_one_flag_and_no_gather(mesh):
     tx = make()
-    sharded = jax.device_put(GRADIENTS, NamedSharding(mesh, P(("x", "y"))))
+    sharded = jax.device_put(GRADIENTS, NamedSharding(mesh, EVERYWHERE))
     update = jax.jit(tx.update)
     state = tx.init(jnp.zeros_like(sharded))
     updates, new_state = update(sharded, state)
@@ -192,16 +190,12 @@ def test_rows_of_one_device_that_overflow_are_a_step_that_no_device_takes(
     make_step, spec, axis_type
 ):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
-        check_skipped_everywhere(mesh, make_step, spec)
-
-
-def check_skipped_everywhere(mesh, make_step, spec):
     rows = NamedSharding(mesh, P("x"))
-    step, before = make_step(lambda w: jax.device_put(w, NamedSharding(mesh, spec)))
-    before = step(*before, jax.device_put(ROWS, rows))
-    held = bits_of(before)
-    after = step(*before, jax.device_put(BAD, rows))
+    with jax.set_mesh(mesh):
+        step, before = make_step(lambda w: jax.device_put(w, NamedSharding(mesh, spec)))
+        before = step(*before, jax.device_put(ROWS, rows))
+        held = bits_of(before)
+        after = step(*before, jax.device_put(BAD, rows))
     moved = [name for name, bits in bits_of(after).items() if bits != held[name]]
     # The last word of each path, as in `.opt_state.loss_scale.counter` or nnx's `[...].value`.
     words = {re.findall("[a-z_]+", name.removesuffix(".value"))[-1] for name in moved}
