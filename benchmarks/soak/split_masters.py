@@ -14,7 +14,7 @@ from jax import lax
 from rich.console import Console
 from rich.progress import track
 
-from jmp.transforms._split_masters import join_master, split_master
+from jmp.transforms._half_parameters import join_master, split_master
 
 AT_ONCE = 24  # bits: patterns of one call
 

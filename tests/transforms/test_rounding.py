@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jmp.transforms._random_bits import RandomBits, global_index
-from jmp.transforms._rounding import HALFWAY, code_of, rounded_by
+from jmp.transforms._rounding import HALFWAY, RandomBits, code_of, global_index, rounded_by
 from tests.commands import in_full
 
 ALL_BITS = np.arange(2**16, dtype=np.uint32) << 16  # each of equal chance, as far as they decide

@@ -8,7 +8,7 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp.transforms._split_masters import SplitMasters, join_master, split_master
+from jmp.transforms._half_parameters import SplitMasters, join_master, split_master
 from jmp.transforms._storing import _compiled
 from tests.bits import bits
 from tests.commands import in_full
