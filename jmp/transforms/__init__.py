@@ -8,24 +8,43 @@ policy. In less memory half parameters are stored by `with_split_masters`,
 `set_loss_scale` gives it another scale, `set_masters` other values, and `reset_masters` takes
 masters from parameters that were loaded. `state_shardings` says on which devices a state belongs.
 `clip_by_global_norm` is optax's for gradients in shards.
+
+The files, in an order in which to read them:
+
+1. `_loss_scaling`: `with_loss_scale`, a step from its scaled gradients to the next scale.
+   `_loss_scale_state` reads and replaces the scale in an optimizer's state, and refuses orders of
+   transformations that fail. `_mixed_precision` chooses what a policy needs.
+2. `_wrapping`: what each transformation here does with the optimizer inside it. `_states` finds our
+   states inside an optimizer's, `_placement` puts a new state on the devices of the parameters.
+3. `_storing`: how half parameters are stored, the interface and the step. `_half_parameters` has
+   the four ways, `_flat_masters` masters as one vector, and `_masters` reads and sets them.
+4. `_stored_state`: moments in one or two bytes a number; `_encodings` has the arithmetic.
+5. `_rounding`: rounding to fewer bits, and random bits. `_few_kernels`: the forms of a step that
+   compile to few kernels. `_clipping` stands by itself.
 """
 
 from jmp.transforms._clipping import clip_by_global_norm
 from jmp.transforms._encodings import StoredArray
 from jmp.transforms._flat_masters import FlatMasters
-from jmp.transforms._kahan_summation import WithKahanSummationState, with_kahan_summation
-from jmp.transforms._loss_scaling import check_optimizer_state, loss_scale_state, with_loss_scale
-from jmp.transforms._master_params import with_master_params
+from jmp.transforms._half_parameters import (
+    WithKahanSummationState,
+    WithMasterParamsState,
+    WithSplitMastersState,
+    WithStochasticRoundingState,
+    with_kahan_summation,
+    with_master_params,
+    with_split_masters,
+    with_stochastic_rounding,
+)
+from jmp.transforms._loss_scale_state import (
+    check_optimizer_state,
+    loss_scale_state,
+    set_loss_scale,
+)
+from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
 from jmp.transforms._masters import masters, reset_masters, set_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
-from jmp.transforms._replacing import set_loss_scale
-from jmp.transforms._split_masters import WithSplitMastersState, with_split_masters
-from jmp.transforms._states import WithLossScaleState, WithMasterParamsState
-from jmp.transforms._stochastic_rounding import (
-    WithStochasticRoundingState,
-    with_stochastic_rounding,
-)
 from jmp.transforms._stored_state import (
     WithStoredStateState,
     decode_state,

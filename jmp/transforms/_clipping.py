@@ -7,25 +7,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from jmp._messages import wrong
 from jmp.dtypes import at_least_float32
 from jmp.sharding._axes import AxisName, axes_of_each, axis_names
-from jmp.transforms._states import refuse_unreduced
+from jmp.transforms._wrapping import refuse_unreduced
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating
 
 
 def clip_by_global_norm(
     max_norm: ArrayLike, axis_name: AxisName = "auto"
 ) -> optax.GradientTransformation:
-    """Clips gradients by their global norm, also where each device holds a shard of them.
+    """Clips gradients by their global norm, also if each device holds a shard of them.
 
     Inside shard_map optax's function of this name takes the norm of one device's shards. Here the
     squares are added up, in at least float32, over the axes along which each gradient varies; what
-    is replicated counts once. Under jit, sharded or not, and where nothing varies, it is optax's
+    is replicated counts once. Under jit, sharded or not, and if nothing varies, it is optax's
     own. As with optax's, all gradients become NaN if the norm is NaN; if it is infinite, finite
     gradients become zero and infinite ones NaN. Put it inside `with_loss_scale`, as optax's.
     (Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.)
@@ -40,7 +39,7 @@ def clip_by_global_norm(
         name the axes along which all are sharded, and use optax's function if there are none. The
         one vector of flat masters counts as a shard if any part of it is one.
 
-    Returns: a transformation without a state. Of an ensemble, in which each device trains a model
+    Returns: a transformation without a state. For an ensemble, in which each device trains a model
       of its own, `axis_name` must leave out that axis.
 
     Raises:
@@ -87,7 +86,8 @@ def clip_by_global_norm(
 def _check_norm(max_norm: Any) -> None:
     """Raises TypeError for what is no real number, ValueError for one that no norm is below."""
     if is_array(max_norm):
-        is_real = max_norm.ndim == 0 and _is_real(max_norm.dtype)
+        kinds = jnp.integer, jnp.floating
+        is_real = max_norm.ndim == 0 and any(jnp.issubdtype(max_norm.dtype, k) for k in kinds)
     else:
         is_real = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
     if not is_real:
@@ -99,10 +99,6 @@ def _check_norm(max_norm: Any) -> None:
             "gradients round, and with zero nothing trains"
         )
         raise wrong(ValueError, "clip_by_global_norm", max_norm, expected, name="max_norm")
-
-
-def _is_real(dtype: np.dtype) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
 
 
 def _is_number(leaf: Any) -> bool:

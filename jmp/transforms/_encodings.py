@@ -8,12 +8,12 @@
 * "int8": blocks of up to 256 numbers of a row, divided likewise. A code is a float16 number cut to
   three bits of mantissa, which leaves nine bits. In a block with a negative number the highest bit
   of the exponent is left out: codes reach from the largest number down to 2**-17 of it. A block
-  without any, as those of second moments, needs no sign: codes reach down to 2**-32. Codes that are
-  spaced evenly would make zeros of the small numbers of a block, and Adam divides by them.
+  without any, such as a block of a second moment, needs no sign: codes reach down to 2**-32. Codes
+  with even spacing would make zeros of the small numbers of a block, and Adam divides by them.
 
 Scales are powers of two, so that multiplying by them rounds nothing.
 
-A second moment that became zero, where the first did not, would make Adam divide by its eps alone.
+If a second moment became zero and the first did not, Adam would divide by its eps only.
 So in a row or block without negative numbers a positive one never becomes zero: below the smallest
 number of the format it counts as that one.
 """
@@ -53,9 +53,8 @@ class StoredArray:
     Attributes:
       codes: of the array's shape: bfloat16, float16, float8_e4m3fn, or uint8 for "int8":
         floats with three bits of mantissa, and no integers on an even grid.
-      scales: bfloat16: the powers of two by which the codes of a row are multiplied, or those of a
-        block of a row; a negative one for a block of "int8" whose codes have signs. None for
-        "bfloat16".
+      scales: bfloat16: the powers of two that multiply the codes of a row, or of a block of a row;
+        a negative one for a block of "int8" whose codes have signs. None for "bfloat16".
       kind: one of `KINDS`.
 
     >>> stored = encoded(jnp.float32([[1.0, 1e-3, 3e-9]]), "int8")
@@ -91,8 +90,8 @@ def encoded(
     Args:
       value: float32 of at least one axis.
       kind: one of `KINDS`.
-      bits: uint32 of its shape by which to round, see `rounded_to`; None for the nearest.
-      peaks: those of `value`, from `peaks_of`; None to find them.
+      bits: uint32 of its shape that decide the rounding, see `rounded_to`; None for the nearest.
+      peaks: of `value`, from `peaks_of`; None to find them.
       least: `LEAST_SCALE`, or an array of it that arrays of this shape share, see `least_scales`.
     """
     if bits is None:
@@ -174,7 +173,7 @@ def _sign_of(value: jax.Array) -> jax.Array:
 
 
 def _not_lost(code: jax.Array, value: jax.Array, has_sign: jax.Array) -> jax.Array:
-    """Returns codes, where nothing is negative of at least 1 for positive numbers, 0 for others."""
+    """Returns codes; without signs they are at least 1 for positive numbers, 0 for others."""
     return jnp.where(has_sign, code, jnp.where(value > 0, jnp.maximum(code, 1), jnp.uint32(0)))
 
 
@@ -202,7 +201,7 @@ def _exponent(peak: jax.Array, largest: float, least: jax.Array | int = LEAST_SC
     """
     fraction, exponent = math.frexp(largest)  # of which the mantissa is 2 * fraction
     beyond = 2**23 - 1 - round((2 * fraction - 1) * 2**23)
-    # The addition carries into the exponent where the mantissa is larger than that of `largest`.
+    # The addition carries into the exponent if the mantissa is larger than the one of `largest`.
     pattern = lax.bitcast_convert_type(peak, jnp.int32) + beyond
     return jnp.clip((pattern >> 23) - 127 - (exponent - 1), least, -LEAST_SCALE)
 
@@ -273,7 +272,7 @@ def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _of_whole_rows(x: jax.Array, count: int) -> Any:
-    """Returns the sharding of an array, without that of its last axis if that parts blocks."""
+    """Returns the sharding of an array; its last axis is whole if the sharding divides blocks."""
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec, *[None] * x.ndim][: x.ndim]
     names = names_by_dimension(sharding.spec, x.ndim)[-1]

@@ -1,10 +1,10 @@
-"""What keeps the number of a step's kernels small, where each of many tensors would take its own.
+"""Forms of a step that compile to few kernels, although each of many tensors could take its own.
 
-`gradients_finite` checks gradients together, `read_from_array` and `flag_by_size` give the flag by
-which a skipped step selects what it leaves as it was, `count_by_size` the count that parameters'
-random bits follow from, `in_kernels_of_parameters` makes a TPU update a parameter and its state
-together, and `in_order_of_axes` puts half gradients of convolutions in the order of their
-parameters.
+In the order of a step: `map_gradients` unscales gradients, half ones of convolutions in the order
+of their parameters' axes (`in_order_of_axes`), and `gradients_finite` checks them together.
+`read_from_array` and `flag_by_size` give the flag by which a skipped step selects what it leaves as
+it was, `count_by_size` the count that random bits follow from. `in_kernels_of_parameters` makes a
+TPU update a parameter and its state together. None of them changes a value.
 """
 
 import collections
@@ -21,7 +21,9 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
 from jmp.dtypes import is_half
+from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._placement import is_on_mesh, parameter_path
+from jmp.transforms._states import has_flat_masters
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 T = TypeVar("T")
@@ -35,7 +37,7 @@ SHORTER_THAN_A_LAUNCH = 2**16  # elements, of which a kernel takes less time tha
 
 
 def gradients_finite(gradients: PyTree) -> jax.Array:
-    """Returns what `all_finite` returns, from fewer kernels where the gradients lie on one device.
+    """Returns what `all_finite` returns, from fewer kernels if the gradients lie on one device.
 
     A check by tensor costs one or two small kernels each: a fifth of all kernels of a GPT-2's step.
     Here tensors are checked together, in programs that read them in place.
@@ -45,9 +47,8 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     threads has to find out, branch by branch, which tensor its element is in.) Small tensors of
     whatever shape are concatenated; for them the branches do not matter.
 
-    Not where a gradient may be sharded by jit: concatenated, sharded tensors are gathered, and two
-    of one shape may be sharded along different axes. There the check is by tensor, and moves one
-    flag.
+    If jit may have sharded a gradient, the check is by tensor, and moves one flag: concatenated,
+    sharded tensors are gathered, and two of one shape may be sharded along different axes.
 
     >>> bool(gradients_finite({"w": jnp.ones((2, 3)), "b": jnp.array([jnp.inf])}))
     False
@@ -97,10 +98,10 @@ def _row_count(checked: jax.Array) -> int | None:
     To reduce a large array to one flag takes XLA two kernels, of which the second is tiny. Matrices
     are reduced to a flag for each of some 512 parts in the first, and share the second: an update
     of 40 matrices and 20 vectors, all of different shapes, takes 111 kernels instead of 148, and
-    moves 0.002 % more bytes. Not so tensors of three and more axes: gradients of convolutions lie
-    in memory in another order than their axes, and to split them moves them (16.7 MB in a step of a
-    ResNet of four blocks). To keep one of their axes instead moves 2 bytes a parameter more where
-    they do lie in order.
+    moves 0.002 % more bytes. Tensors of three and more axes are not split: gradients of
+    convolutions lie in memory in another order than their axes, and to split them moves them (16.7
+    MB in a step of a ResNet of four blocks). To keep one of their axes instead moves 2 bytes a
+    parameter more if they do lie in order.
     """
     if checked.ndim > 2:
         return None
@@ -131,8 +132,8 @@ def may_be_sharded(value: Any) -> bool:
 def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:
     """Returns a scalar, read from an array that XLA must not see through.
 
-    A select costs no kernel where XLA puts it into the one that computes the new value. It cannot
-    where the new value is computed before the flag is known: 42 of the 53 running means of a
+    A select costs no kernel if XLA puts it into the one that computes the new value. It cannot if
+    the new value is computed before the flag is known: 42 of the 53 running means of a
     ResNet-50 took one kernel each, as most small arrays do. XLA computes arrays of one shape
     together if all of them read some array; a scalar, as the flag is, does not count. Read from an
     array of two, it does, and biases, statistics, moments and counts are updated many at a time;
@@ -142,8 +143,8 @@ def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:
 
     Args:
       scalar: such as the flag.
-      last: what it replaces in the state. Where states lie on a mesh it is read: of a state that is
-        donated, the buffer of a flag that no program reads would stay. On one device it takes 256
+      last: what it replaces in the state. It is read if the state lies on a mesh: if no program
+        read the flag of a donated state, its buffer would stay. On one device that would take 256
         bytes of memory for nothing.
 
     >>> bool(read_from_array(jnp.array(True), jnp.array(False)))
@@ -156,7 +157,7 @@ def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
-    """Returns which flag selects a leaf: `finite` a small one, a scalar of its value a large one.
+    """Returns which flag selects a leaf: `finite` for a small one, else a scalar of its value.
 
     Large arrays are selected by a scalar, each in a kernel of its own, as without loss scaling. How
     fast an H200 runs kernels that update many large arrays at once was not measured.
@@ -175,10 +176,10 @@ def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
 def count_by_size(count: jax.Array) -> Callable[[Any], jax.Array]:
     """Returns which copy of the count of steps a parameter's random bits are computed from.
 
-    A small parameter reads it from an array, so that those of one shape are updated together, see
-    `read_from_array`: with stochastic rounding 40 matrices and 20 vectors take 47 kernels on a GPU
-    instead of 65. Not for arrays of a state: XLA would join those of many vectors first, and have
-    no room for their parameters in the same kernel.
+    A small parameter reads it from an array, so that parameters of one shape are updated together,
+    see `read_from_array`: with stochastic rounding 40 matrices and 20 vectors take 47 kernels on a
+    GPU instead of 65. Arrays of a state do not: XLA would join the states of many vectors first,
+    and have no room for their parameters in the same kernel.
 
     >>> int(count_by_size(jnp.array(3))(jnp.zeros(3)))
     3
@@ -194,17 +195,17 @@ def _by_size(small: jax.Array, large: jax.Array) -> Callable[[Any], jax.Array]:
 def in_kernels_of_parameters(state: T, params: optax.Params, updates: optax.Updates) -> T:
     """Returns the same state, computed in one kernel with the new parameters on a TPU.
 
-    There XLA computes arrays of different dtypes in one kernel where one of them is computed from
-    all others, and else in two or three, each of which reads gradient and moments: compiled for a
+    There XLA computes arrays of different dtypes in one kernel if one of them is computed from all
+    others, and else in two or three, each of which reads gradient and moments: compiled for a
     TPU v5e, an update with split masters and loss scaling moves 46 bytes a parameter instead of 28,
-    with moments in bfloat16 and without loss scaling 24 instead of 18. So of what belongs to a
-    bfloat16 parameter, one array is selected by a condition on the new parameter and on all others.
-    It always holds, which XLA does not know. On other devices nothing is added.
+    with moments in bfloat16 and without loss scaling 24 instead of 18. So one of the arrays that
+    belong to a bfloat16 parameter is selected by a condition on the new parameter and on all the
+    others. It always holds, which XLA does not know. On other devices nothing is added.
 
     Args:
       state: as it is after the step.
       params: as they were before it.
-      updates: by which they change.
+      updates: their changes.
 
     >>> params, updates = {"w": jnp.bfloat16(1)}, {"w": jnp.float32(1)}
     >>> in_kernels_of_parameters({"w": jnp.uint16(3)}, params, updates)
@@ -248,6 +249,28 @@ def selected_by_all(selected: jax.Array, *others: jax.Array) -> jax.Array:
     return selected
 
 
+def map_gradients(
+    function: Callable[[PyTree], PyTree], gradients: PyTree, opt_state: optax.OptState
+) -> tuple[PyTree, PyTree]:
+    """Maps a pointwise function over gradients, in the form in which an optimizer reads them.
+
+    That is one vector of each dtype for flat masters, and else `in_order_of_axes`.
+
+    Args:
+      function: takes a tree of gradients.
+      opt_state: the state of the optimizer.
+
+    Returns: the mapped gradients, and the arrays in which to check them.
+
+    >>> map_gradients(lambda tree: tree, {"w": jnp.ones(1)}, ())
+    ({'w': Array([1.], dtype=float32)}, {'w': Array([1.], dtype=float32)})
+    """
+    if has_flat_masters(opt_state):
+        return map_vectors(function, gradients)
+    mapped = function(in_order_of_axes(gradients))
+    return mapped, mapped
+
+
 def in_order_of_axes(gradients: PyTree) -> PyTree:
     """Returns the same gradients, half ones of convolutions laid out as the parameters are.
 
@@ -257,8 +280,8 @@ def in_order_of_axes(gradients: PyTree) -> PyTree:
     parameter, it is one kernel again: compiled for an H200, six convolutions with masters take 55
     kernels and 220 MB instead of 101 and 385.
 
-    Not for float32 gradients, which cost twice as much to put in order, and are no worse off as
-    they are. Nor where jit may have sharded them: what is put in order is gathered.
+    Float32 gradients stay as they are: to put them in order costs twice as much and saves nothing.
+    So do gradients that jit may have sharded: to put them in order would gather them.
 
     >>> bool((in_order_of_axes(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
     True

@@ -1,7 +1,7 @@
 """Master parameters as one flat vector, for models with hundreds of small tensors.
 
-An optimizer on one vector launches a few kernels where one on a tree launches one a tensor. The
-price is bytes: gradients are gathered into the vector, and parameters are cut out of it.
+An optimizer on one vector launches a few kernels, one on a tree launches a kernel for each tensor.
+The price is bytes: gradients are gathered into the vector, and parameters are cut out of it.
 """
 
 import dataclasses
@@ -71,17 +71,17 @@ class FlatMasters:
         return dict(zip(self.paths, split(self.vector, self.shapes), strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
 class InOneVector:
-    """Masters as `FlatMasters`, for `with_master_params`: a `_storing.MasterForm`."""
+    """Masters as `FlatMasters`, for `with_master_params`; the methods are those of `InTree`."""
 
-    def __init__(self, dtype: np.dtype) -> None:
-        self.dtype = dtype
+    dtype: DTypeLike
 
     def first(
-        self, params: optax.Params, inner: optax.GradientTransformationExtraArgs
+        self, params: optax.Params, init: Callable[[optax.Params], optax.OptState]
     ) -> FlatMasters:
         masters = FlatMasters.from_tree(params, self.dtype)
-        _check_takes_a_vector(inner, params, self.dtype)
+        _check_takes_a_vector(init, params, self.dtype)
         return masters
 
     def seen_by_inner(self, masters: FlatMasters, params: optax.Params) -> jax.Array:
@@ -123,8 +123,8 @@ def map_vectors(
 ) -> tuple[PyTree, list[jax.Array]]:
     """Maps a pointwise function over the leaves of `tree`, all floating ones of a dtype at a time.
 
-    Returns: the mapped tree, and the vectors that its leaves were cut from beside the leaves that
-      are not floating. XLA puts the leaves of a vector together again at no cost.
+    Returns: the mapped tree, and a list of the vectors that its leaves were cut from and of the
+      leaves that are not floating. XLA puts the leaves of a vector together again at no cost.
     """
     leaves, structure = jax.tree.flatten(tree)
     vectors = []
@@ -174,9 +174,9 @@ def _check_gradients(gradients: optax.Updates, params: optax.Params) -> None:
 
 
 def _check_takes_a_vector(
-    inner: optax.GradientTransformationExtraArgs, params: optax.Params, dtype: DTypeLike
+    init: Callable[[optax.Params], optax.OptState], params: optax.Params, dtype: DTypeLike
 ) -> None:
-    """Raises ValueError if `inner` keeps more or fewer numbers of a vector than of `params`.
+    """Raises ValueError if an optimizer keeps more or fewer numbers of a vector than of `params`.
 
     That is true of Adafactor, Muon, masks and labels by path. LAMB and others that take the norm of
     each tensor keep as many: what they compute is not compared.
@@ -186,7 +186,7 @@ def _check_takes_a_vector(
     kept, cause = [], None
     for tree in (masters, vector):
         try:
-            state = jax.eval_shape(inner.init, tree)
+            state = jax.eval_shape(init, tree)
         except Exception as error:  # whatever an optimizer raises
             cause = error
         else:

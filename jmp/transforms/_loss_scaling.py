@@ -1,32 +1,55 @@
-"""`with_loss_scale`: unscale, check, step or skip, adjust."""
+"""`with_loss_scale`: unscale, run the optimizer, check, step or skip, adjust the scale.
 
-from typing import Any
+`_wrapping` calls the optimizer inside. `_few_kernels` has the forms of the check and of the select
+that compile to few kernels; in plain JAX they are `all_finite` and `jnp.where`.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_map_with_path
 
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
-from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import (
     flag_by_size,
     gradients_finite,
     in_kernels_of_parameters,
-    in_order_of_axes,
+    map_gradients,
     read_from_array,
 )
-from jmp.transforms._flat_masters import map_vectors
-from jmp.transforms._kept import (
-    check_half_ones_are_seen,
-    has_flat_masters,
-    shapes_with_master,
-)
-from jmp.transforms._placement import placed
-from jmp.transforms._states import Transformation, WithLossScaleState
-from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
+from jmp.transforms._wrapping import Transformation, Wrapper
+from jmp.trees import PyTree, cast_to_at_least_float32, register_for_export, select_leaves
+
+
+@register_for_export
+class WithLossScaleState(NamedTuple):
+    """State of `with_loss_scale`.
+
+    Attributes:
+      loss_scale: the `jmp.LossScale` for the next loss.
+      grads_finite: bool scalar: whether the last gradients were finite, and with that the step
+        taken. With `NoOpLossScale` nothing is checked: it stays True, also after an infinity.
+      skipped_steps: int32 scalar: steps skipped so far.
+      consecutive_skips: int32 scalar: steps skipped in a row. If it keeps growing, the model itself
+        gives infinities or NaNs, and no scale helps.
+      inner_state: state of the wrapped optimizer.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0))
+    >>> state = tx.init(jnp.ones(2))
+    >>> float(state.loss_scale.loss_scale), bool(state.grads_finite), int(state.skipped_steps)
+    (8.0, True, 0)
+    """
+
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+    inner_state: PyTree
 
 
 def with_loss_scale(
@@ -37,7 +60,7 @@ def with_loss_scale(
 ) -> Transformation[WithLossScaleState]:
     """Wraps an optimizer so that it takes scaled gradients and skips steps that overflowed.
 
-    `update` casts the gradients to at least float32, unscales them with the scale in force, checks
+    `update` casts the gradients to at least float32, unscales them with the state's scale, checks
     them once and runs `inner` on them, so that clipping inside `inner` sees true gradients. If any
     was infinite or NaN the updates are -0.0 (added to a number it changes nothing, not even the
     sign of a zero) and the inner state stays as it is: moments, counts and schedules. Both results
@@ -47,16 +70,16 @@ def with_loss_scale(
     With `NoOpLossScale` nothing is checked or selected: the program is `inner` on float32
     gradients.
 
-    Make it the outermost. What comes before it in a chain, or around it as `apply_if_finite`, sees
-    scaled gradients, or hides a skip. What comes after it in a chain runs on a skipped step too, on
+    Make it the outermost. A transformation before it in a chain, or around it as `apply_if_finite`,
+    sees scaled gradients, or hides a skip. One after it in a chain runs on a skipped step too, on
     updates of -0.0: moments change, and `add_decayed_weights` shrinks the parameters. The steps of
     `jmp.adapters` undo that, and refuse the other orders. A training step of your own reads the
     scale by `transforms.loss_scale_state(opt_state)`, or checks the finished optimizer once by
     `transforms.check_optimizer_state(tx.init(params))`: both refuse every order that fails. `init`
     and `update` see what is inside them and not what is around them; of what is around, `init`
-    refuses `partition` and `masked` alone.
+    refuses only `partition` and `masked`.
 
-    `init` puts the state, that of `inner` too, where the parameters lie; see
+    `init` puts the state, with the state of `inner`, where the parameters lie; see
     `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
     each.
 
@@ -86,27 +109,19 @@ def with_loss_scale(
     >>> float(updates), bool(state.grads_finite)
     (-0.5, True)
     """
-    inner = _inner.as_transformation(inner, "with_loss_scale")
+    wrapper = Wrapper(inner, "with_loss_scale", WithLossScaleState)
     check_loss_scale(loss_scale, "with_loss_scale")
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
-        inner_state = _inner.init_inner(inner, params, "with_loss_scale")
-        seen = _params_for_inner(params, inner_state)
-        if _leaf_dtypes(seen) != _leaf_dtypes(params):
-            inner_state = inner.init(seen)
-        _states.check_inner_state(inner_state, WithLossScaleState, "with_loss_scale")
-        _states.check_nothing_changes_masters(inner_state)
-        check_half_ones_are_seen(inner_state, params)
-        state = WithLossScaleState(
+        return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
-            inner_state=_states.without_weak_types(inner_state),
+            inner_state=wrapper.init_inner_in_float32(params),
         )
-        return placed(state, params)
 
     def update(
         updates: optax.Updates,
@@ -114,92 +129,47 @@ def with_loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScaleState]:
-        _states.check_own_state(state, WithLossScaleState, "with_loss_scale")
-        _states.refuse_unreduced(updates, "with_loss_scale")
-        scale = state.loss_scale
-        gradients, to_check = _unscaled(updates, state)
-        new_updates, inner_state = _inner.update_inner(
-            inner,
-            updates,
-            gradients,
-            state.inner_state,
-            _params_for_inner(params, state.inner_state),
-            extra_args,
-            "with_loss_scale",
-        )
-        if isinstance(scale, NoOpLossScale):
-            return new_updates, state._replace(inner_state=inner_state)
+        scale, old = state.loss_scale, state.inner_state
 
+        # Unscale, in at least float32.
+        def unscale(scaled: PyTree) -> PyTree:
+            return scale.unscale(cast_to_at_least_float32(scaled))
+
+        gradients, to_check = map_gradients(unscale, updates, old)
+
+        # Run `inner`, as if the gradients were finite.
+        seen = wrapper.in_float32(params, old)
+        new_updates, new = wrapper.update_inner(updates, gradients, old, seen, extra_args)
+        if isinstance(scale, NoOpLossScale):
+            return new_updates, state._replace(inner_state=new)
+
+        # Check the gradients. Devices that share the scale agree.
         finite = agreed(gradients_finite(to_check), scale, axis_name)
         finite = read_from_array(finite, state.grads_finite)
+
+        # Select the step; or the state as it was, and updates that change nothing.
         flag_of = flag_by_size(finite)
-        new_updates = jax.tree.map(lambda u: _zero_unless(flag_of(u), u), new_updates)
-        changed = WithLossScaleState(
+
+        def zero_if_skipped(update: Any) -> Any:
+            if getattr(update, "dtype", None) == jax.dtypes.float0:
+                return update
+            # -0.0 + x is x for every x, -0.0 included; +0.0 would turn -0.0 into +0.0.
+            return jnp.where(flag_of(update), update, jnp.asarray(-0.0).astype(update.dtype))
+
+        new_updates = jax.tree.map(zero_if_skipped, new_updates)
+        new_state = WithLossScaleState(
             loss_scale=scale.adjust(finite),
             grads_finite=finite,
             skipped_steps=jnp.where(
                 finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
             ),
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
-            inner_state=select_leaves(flag_of, inner_state, state.inner_state),
+            inner_state=select_leaves(flag_of, new, old),
         )
         # Behind the selects: what they select is no longer what parameters are computed from.
-        return new_updates, in_kernels_of_parameters(changed, params, new_updates)
+        return new_updates, in_kernels_of_parameters(new_state, params, new_updates)
 
-    tx: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(init, update)
-    return tx
-
-
-def check_optimizer_state(opt_state: PyTree) -> None:
-    """Raises ValueError if an optimizer combines these transformations in an order that fails.
-
-    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
-    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
-    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
-    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
-    a chain.
-
-    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
-    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
-    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
-    transformations after loss scaling, because their steps undo on a skip what these changed.
-
-    Raises: ValueError for such an order; TypeError for an optimizer where its state belongs.
-
-    >>> check_optimizer_state(())
-    """
-    check_order(opt_state)
-
-
-def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
-    """Returns the `WithLossScaleState` inside an optimizer's state, or None where there is none.
-
-    Raises: as `check_optimizer_state`.
-
-    >>> loss_scale_state(()) is None
-    True
-    """
-    check_optimizer_state(opt_state)
-    return find_loss_scaling(opt_state)
-
-
-def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
-    """Returns the state of loss scaling, also where a transformation with a state comes after it.
-
-    For steps that undo, on a skip, what came after; see `transforms.check_optimizer_state`.
-    """
-    check_order(opt_state, undone_on_a_skip=True)
-    return next(iter(_states.find_states(opt_state, WithLossScaleState)), None)
-
-
-def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) -> None:
-    """Raises ValueError for orders that fail; see `transforms.check_optimizer_state`.
-
-    Args:
-      undone_on_a_skip: whether the step undoes, on a skip, what comes after loss scaling.
-    """
-    _states.check_nothing_changes_masters(opt_state)
-    _states.check_loss_scaling(opt_state, undone_on_a_skip=undone_on_a_skip)
+    return wrapper.transformation(init, update)
 
 
 def _check_not_masked(params: optax.Params) -> None:
@@ -210,40 +180,3 @@ def _check_not_masked(params: optax.Params) -> None:
             "optax.partition or optax.masked, and the gradients of the other parameters would stay "
             "scaled. Put it around: with_loss_scale(optax.partition(...), loss_scale)."
         )
-
-
-def _leaf_dtypes(params: optax.Params) -> list[Any]:
-    return [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)]
-
-
-def _unscaled(updates: optax.Updates, state: WithLossScaleState) -> tuple[optax.Updates, PyTree]:
-    """Returns unscaled gradients in at least float32, and the arrays in which to check them."""
-
-    def unscale(tree: PyTree) -> PyTree:
-        return state.loss_scale.unscale(cast_to_at_least_float32(tree))
-
-    if has_flat_masters(state.inner_state):
-        return map_vectors(unscale, updates)  # the form in which they are needed afterwards
-    gradients = unscale(in_order_of_axes(updates))
-    return gradients, gradients
-
-
-def _params_for_inner(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
-    """Returns `params` in at least float32, but for those that `inner` keeps masters of.
-
-    Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
-    second moment stalls in bfloat16.
-    """
-    masters = shapes_with_master(inner_state)
-    if not masters.keys() <= leaves_by_path(params).keys():
-        return params  # something inside rearranges the leaves, and gives them other names
-    return tree_map_with_path(
-        lambda path, p: p if keystr(path) in masters else cast_to_at_least_float32(p), params
-    )
-
-
-def _zero_unless(finite: jax.Array, update: Any) -> Any:
-    if getattr(update, "dtype", None) == jax.dtypes.float0:
-        return update
-    # -0.0 + x is x for every x, -0.0 included; +0.0 would turn a parameter of -0.0 into +0.0.
-    return jnp.where(finite, update, jnp.asarray(-0.0).astype(update.dtype))

@@ -1,4 +1,8 @@
-"""Masters inside an optimizer's state: reading them, and taking them from parameters."""
+"""Masters inside an optimizer's state: read them, set them, take them from parameters.
+
+However half parameters are stored: a state's class says which `ParameterStorage` it belongs to,
+whose three functions are all that is called here.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,14 +18,7 @@ from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
 from jmp.transforms._flat_masters import FlatMasters, as_one_vector
-from jmp.transforms._kept import (
-    ROOT,
-    beside_by_path,
-    check_half_ones_are_seen,
-    is_kept,
-    shapes_with_master,
-)
-from jmp.transforms._master_params import Masters
+from jmp.transforms._half_parameters import Masters
 from jmp.transforms._rounding import needs_master, rounded
 from jmp.transforms._storing import ParameterStorage, in_one_program
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
@@ -48,20 +45,11 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     dtype('float32')
     """
     _states.check_nothing_changes_masters(opt_state)
-    _check_are_parameters(params, "masters")
-    check_half_ones_are_seen(opt_state, params)
-    given = leaves_by_path(params)
-    _check_all_given(opt_state, given, "masters")
+    given = _leaves_checked(opt_state, params, "masters")
     by_path: dict[str, Any] = {}
-    for state in _states.find_states(opt_state, _states.storing_states()):
-        kept, storage = state[0], _states.STORAGES[type(state)]
-        if isinstance(kept, FlatMasters):
-            by_path |= kept.leaves()
-        else:
-            beside = beside_by_path(kept).items()
-            by_path |= {
-                path: in_one_program(storage, "value", given[path], each) for path, each in beside
-            }
+    for kept, storage in _states.find_storing(opt_state):
+        for path, beside in _states.kept_by_path(kept).items():
+            by_path[path] = in_one_program(storage, "value", given[path], beside)
     # A half leaf of a frozen group has no master: it is what is returned.
     return tree_map_with_path(
         lambda path, p: by_path.get(keystr(path), p), cast_to_at_least_float32(params)
@@ -83,8 +71,8 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
         For the other ways of storing them that is `set_masters`.
 
     Raises: ValueError if a parameter that has a master is missing here or has another shape, or is
-      float32 where the parameter holds a part of its master;
-      TypeError for an optimizer in the place of its state, or a state in that of parameters.
+      float32 although the parameter holds a part of its master; TypeError for an optimizer in the
+      place of its state, or a state in the place of parameters.
 
     >>> import optax
     >>> from jmp import transforms
@@ -93,11 +81,7 @@ def reset_masters(opt_state: S, params: PyTree) -> S:
     >>> reset_masters(state, jnp.float32([0.1, 0.2])).masters
     Array([0.1, 0.2], dtype=float32)
     """
-    _states.check_is_state(opt_state)
-    _check_are_parameters(params, "reset_masters")
-    check_half_ones_are_seen(opt_state, params)
-    given = leaves_by_path(params)
-    _check_all_given(opt_state, given, "reset_masters")
+    given = _leaves_checked(opt_state, params, "reset_masters")
     return _map_kept(lambda path, old, storage: _reset(given[path], old, storage, path), opt_state)
 
 
@@ -123,16 +107,12 @@ def set_masters(opt_state: S, params: PyTree, values: PyTree) -> tuple[PyTree, S
     >>> params["w"], masters(state, params)["w"]
     (Array([0.100098, 0.200195], dtype=bfloat16), Array([0.1, 0.2], dtype=float32))
     """
-    _states.check_is_state(opt_state)
-    for tree in (params, values):
-        _check_are_parameters(tree, "set_masters")
-        check_half_ones_are_seen(opt_state, tree)
-        _check_all_given(opt_state, leaves_by_path(tree), "set_masters")
-    given, wide = leaves_by_path(params), leaves_by_path(cast_to_at_least_float32(values))
+    given, wide = (_leaves_checked(opt_state, tree, "set_masters") for tree in (params, values))
     shown: dict[str, jax.Array] = {}
 
     def store(path: str, old: Any, storage: Any) -> Any:
-        value = _beside_old(jnp.array(wide[path], _dtype_of_value(old)), wide[path], given[path])
+        value = cast_to_at_least_float32(wide[path])
+        value = _beside_old(jnp.array(value, _dtype_of_value(old)), value, given[path])
         shown[path] = in_one_program(storage, "visible", value, given[path], None)
         return in_one_program(storage, "beside", value, shown[path], given[path])
 
@@ -149,22 +129,22 @@ def set_masters(opt_state: S, params: PyTree, values: PyTree) -> tuple[PyTree, S
 def follow_replaced(opt_state: S, params: PyTree, before: PyTree) -> tuple[PyTree, S]:
     """Returns parameters that replace others, and a state whose masters follow them.
 
-    As `reset_masters`, but that a master stays where the parameter does: parameters that were
-    clipped, moved to other devices or put back say nothing of the digits that their masters have
-    beyond half precision. Values in float32 are taken whole, see `set_masters`. Another model's
-    parameters leave the state as it is.
+    As `reset_masters`, but a master stays if its parameter stays: parameters that were clipped,
+    moved to other devices or put back say nothing of the digits that their masters have beyond half
+    precision. Values in float32 are taken whole, see `set_masters`. Another model's parameters
+    leave the state as it is.
 
     Args:
       params: the new parameters.
       before: the parameters that are replaced.
 
-    Raises: ValueError if the masters are those of one vector, as inside `optax.flatten`.
+    Raises: ValueError if the masters are of one vector, as inside `optax.flatten`.
     """
     given, replaced = leaves_by_path(params), leaves_by_path(before)
-    masters = shapes_with_master(opt_state)
+    masters = _states.shapes_with_master(opt_state)
     if not given or not all(map(is_array, given.values())):
         return params, opt_state  # None and shardings describe a tree, or stand for one
-    if ROOT in masters and ROOT not in given:
+    if _states.ROOT in masters and _states.ROOT not in given:
         _check_all_given(opt_state, given, "replace(params=...)")
     for path, shape in masters.items():
         if path not in given or shape not in (None, given[path].shape):
@@ -186,24 +166,33 @@ def follow_replaced(opt_state: S, params: PyTree, before: PyTree) -> tuple[PyTre
     return params, _map_kept(follow, opt_state)
 
 
-def _check_are_parameters(params: PyTree, caller: str) -> None:
-    """Raises TypeError for an optimizer or a state in the place of parameters."""
+def _leaves_checked(opt_state: optax.OptState, params: PyTree, caller: str) -> dict[str, Any]:
+    """Returns parameters by path.
+
+    Raises: TypeError for an optimizer in the place of its state, and for either in the place of
+      parameters; ValueError if the state has masters of other parameters.
+    """
+    _states.check_is_state(opt_state)
     if _states.holds_a_state(params):
         raise TypeError(
             f"{caller} got {described(params)} as the parameters. The order is {caller}(opt_state, "
             "params)."
         )
+    _states.check_half_ones_are_seen(opt_state, params)
+    given = leaves_by_path(params)
+    _check_all_given(opt_state, given, caller)
+    return given
 
 
 def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: str) -> None:
     """Raises ValueError if a parameter that has a master is missing, or has another shape."""
-    for path, shape in shapes_with_master(opt_state).items():
+    for path, shape in _states.shapes_with_master(opt_state).items():
         found = given.get(path)
         got_shape = getattr(found, "shape", None)
         if got_shape == shape or (shape is None and found is not None):
             continue
         got = "nothing" if found is None else f"the shape {got_shape}"
-        is_vector = path == ROOT and shape is not None and len(shape) == 1
+        is_vector = path == _states.ROOT and shape is not None and len(shape) == 1
         way = (
             "Something between, such as optax.flatten, makes one vector of the parameters before "
             "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam)), "
@@ -219,7 +208,7 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
 def _reset(param: Any, old: Any, storage: ParameterStorage, path: str) -> Any:
     """Returns what is kept beside a parameter that is the value; from the host, where `old` lies.
 
-    Raises: ValueError for float32 where it is not the state alone that says it.
+    Raises: ValueError for float32 if a part of the value is in the parameter itself.
     """
     if not needs_master(param) and not isinstance(storage, Masters):
         raise ValueError(
@@ -239,7 +228,7 @@ def _beside_old(new: jax.Array, given: Any, old: Any) -> jax.Array:
 
 
 def _dtype_of_value(old: Any) -> np.dtype:
-    """Returns the dtype of the values that belong to what is kept: that of a master, or float32."""
+    """Returns the dtype of the values that belong to what is kept: a master's own, or float32."""
     return old.dtype if getattr(old, "dtype", None) == jnp.float64 else np.dtype(np.float32)
 
 
@@ -253,8 +242,8 @@ def _map_kept(function: Callable[[str, Any, Any], Any], opt_state: S) -> S:
             vector = as_one_vector(leaves, kept.vector.dtype)
             return state._replace(**{name: dataclasses.replace(kept, vector=vector)})
         mapped = tree_map_with_path(
-            lambda path, old: function(keystr(path), old, storage), kept, is_leaf=is_kept
+            lambda path, old: function(keystr(path), old, storage), kept, is_leaf=_states.is_kept
         )
         return state._replace(**{name: mapped})
 
-    return _states.map_states(in_state, opt_state, _states.storing_states())
+    return _states.map_states(in_state, opt_state, tuple(_states.STORAGES))

@@ -12,21 +12,19 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
-from jmp.transforms._kahan_summation import with_kahan_summation
-from jmp.transforms._kept import shapes_with_master
-from jmp.transforms._loss_scaling import with_loss_scale
-from jmp.transforms._master_params import with_master_params
-from jmp.transforms._split_masters import with_split_masters
-from jmp.transforms._states import Transformation, WithLossScaleState
-from jmp.transforms._stochastic_rounding import with_stochastic_rounding
+from jmp.transforms._half_parameters import (
+    with_kahan_summation,
+    with_master_params,
+    with_split_masters,
+    with_stochastic_rounding,
+)
+from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
+from jmp.transforms._states import shapes_with_master
+from jmp.transforms._wrapping import Transformation
 from jmp.trees import leaves_by_path
 
 Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 Store: TypeAlias = Callable[[Inner], Any]
-
-
-def _unwrapped(inner: Inner) -> Inner:
-    return inner
 
 
 STORED: dict[str, Store] = {
@@ -34,7 +32,7 @@ STORED: dict[str, Store] = {
     "split": with_split_masters,
     "stochastic": with_stochastic_rounding,
     "kahan": with_kahan_summation,
-    "none": _unwrapped,
+    "none": lambda inner: inner,
 }
 
 
@@ -74,8 +72,8 @@ def mixed_precision(
     Raises:
       TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
         scale.
-      ValueError: an unknown policy or way to store parameters, or a policy with a float8 other than
-        that of its products; a static scale of zero; in `init` and `update`, parameters narrower
+      ValueError: an unknown policy or way to store parameters, or a policy with a float8 dtype for
+        anything but products; a static scale of zero; in `init` and `update`, parameters narrower
         than float32 without a master; and as `with_loss_scale` and `with_master_params`.
 
     >>> import optax

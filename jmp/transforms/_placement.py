@@ -1,7 +1,7 @@
 """Where the state of an optimizer lies: each array as its parameter, the others on the same mesh.
 
 Optax makes moments of zeros, which depend on no parameter: under jit XLA puts them on one device or
-on every device whole, and scalars lie on one device even where parameters were sharded before. Then
+on every device whole, and scalars lie on one device even if parameters were sharded before. Then
 the first step moves them and the second compiles again, and a checkpoint of two processes cannot be
 written. Here a state is placed when it is made:
 
@@ -12,8 +12,8 @@ written. Here a state is placed when it is made:
   AdamW's state of six float32 transformer layers takes 66 kernels and 16 bytes a parameter of a
   shard, and nothing is sent; left to XLA it takes 66 kernels and 123 bytes, all moments whole.
 
-Which parameter is whose, the paths say: that of Adam's `.mu['dense']['kernel']` ends with that of
-the parameter `['dense']['kernel']`. Where parameters lie on one device nothing is done.
+The paths say which array belongs to which parameter: Adam's `.mu['dense']['kernel']` ends with
+the path of the parameter, `['dense']['kernel']`. If parameters lie on one device nothing is done.
 """
 
 import math
@@ -30,7 +30,7 @@ from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path, tree_map_wi
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.sharding._axes import names_by_dimension
-from jmp.transforms import _inner
+from jmp.transforms._states import as_transformation
 from jmp.trees import PyTree
 
 S = TypeVar("S")
@@ -70,7 +70,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     >>> adam.mu["w"].spec, adam.count.spec
     (P('data',), P())
     """
-    tx = _inner.as_transformation(tx, "state_shardings")
+    tx = as_transformation(tx, "state_shardings")
     for path, leaf in tree_leaves_with_path(params):
         _check_has_sharding(keystr(path), leaf)
     return _shardings(jax.eval_shape(tx.init, params), params)
@@ -81,7 +81,7 @@ def placed(state: S, params: PyTree) -> S:
 
     Args:
       state: any tree; `tx.init(params)`, or what else goes on a mesh with the parameters.
-      params: the parameters. Where they lie on one device, `state` is returned as it is.
+      params: the parameters. If they lie on one device, `state` is returned as it is.
     """
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     if all(map(_jax_compat.is_concrete, leaves)):
@@ -200,9 +200,9 @@ def parameter_path(
 ) -> tuple[Any, ...] | None:
     """Returns the path of the parameter to which a leaf of the state at `path` belongs, or None.
 
-    Of the parameters by path it is the one that has the leaf's shape, and the longest path that
-    ends `path`. The codes of a `StoredArray` belong to the parameter of that, also where they lie
-    in a Variable of Flax nnx, as its parameters do.
+    It is the parameter that has the leaf's shape, and the longest path that ends `path`. The codes
+    of a `StoredArray` belong to the parameter of that array, also if they lie in a Variable of Flax
+    nnx, as its parameters do.
     """
     if path[-1:] == (BOX,) and _is_field(path[:-1], "codes"):
         path = (*path[:-2], BOX)
@@ -236,7 +236,7 @@ def _parameter_of_scales(
 def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     """Returns a parameter's sharding for the scales of its rows, or of blocks of them.
 
-    Those of blocks lie along the last axis as the blocks do, where that can be.
+    The scales of blocks lie along the last axis as the blocks do, if that can be.
     """
     if not isinstance(sharding, NamedSharding):
         return None
@@ -246,7 +246,7 @@ def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     if shape[-1] % parts:
         entries[-1] = None
     while _is_auto(sharding.mesh) and entries and entries[-1] is None:
-        entries.pop()  # as jit writes that of a result; where types say it, with each None
+        entries.pop()  # as jit writes the sharding of a result; types write each None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 

@@ -23,7 +23,6 @@ from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning, glob_matches
 from jmp.sharding._axes import mapped_axes, names_by_dimension
-from jmp.transforms import _inner, _states
 from jmp.transforms._encodings import (
     KINDS,
     LEAST_SCALE,
@@ -33,9 +32,11 @@ from jmp.transforms._encodings import (
     peaks_of,
 )
 from jmp.transforms._few_kernels import chunks
-from jmp.transforms._placement import BOX, parameter_path, placed
-from jmp.transforms._random_bits import RandomBits
-from jmp.transforms._states import Transformation, WithLossScaleState
+from jmp.transforms._loss_scaling import WithLossScaleState
+from jmp.transforms._placement import BOX, parameter_path
+from jmp.transforms._rounding import RandomBits
+from jmp.transforms._states import find_states, find_storing
+from jmp.transforms._wrapping import Transformation, Wrapper
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string, register_for_export
 
 
@@ -87,11 +88,11 @@ def with_stored_state(
     What is stored: float32 arrays of the shape of a parameter, at the end of whose path that
     parameter's path stands: Adam's moments, momentum, `MultiSteps`' sums, averages of parameters.
     What else a state holds stays as it is: counts, factored moments, preconditioners. Do not store
-    parameters that the state keeps, as that of `contrib.sam`, nor moments of which a difference is
-    taken, as by `rmsprop(centered=True)`: rounding can make it negative.
+    parameters that the state keeps, as `contrib.sam` does, nor moments of which the optimizer takes
+    a difference, as `rmsprop(centered=True)` does: rounding can make it negative.
 
     To find scales, other types than bfloat16 run `inner` twice; of the first run a compiled program
-    computes the new state alone. An infinity or NaN stays one, and in "int8" its whole block does:
+    computes only the new state. An infinity or NaN stays one, and in "int8" its whole block does:
     put `with_loss_scale` around with a scale that checks, such as `jmp.StaticLossScale(1.0)`.
 
     Args:
@@ -104,7 +105,7 @@ def with_stored_state(
         "int8")]`; the path of the state is without the parameter's. With one dtype instead of
         rules, types of 8 bits leave vectors, and parameters whose path has "embed" in it, in
         float32; and every type leaves what is a parameter itself in `init`.
-      seed: an integer, for stochastic rounding: its bits are those of `with_stochastic_rounding`.
+      seed: an integer, for stochastic rounding, as in `with_stochastic_rounding`.
       rounding: "stochastic" or "nearest".
       specs: as in `with_stochastic_rounding`, for an `update` inside of a shard_map. Rows are
         scaled along the last axis, which no shard_map may divide.
@@ -126,7 +127,7 @@ def with_stored_state(
     >>> state.inner_state[0].mu["w"].codes.dtype
     dtype(bfloat16)
     """
-    wrapped = _inner.as_transformation(inner, CALLER)
+    wrapper = Wrapper(inner, CALLER, WithStoredStateState)
     rules = _rules(stored)
     bits = RandomBits.of(CALLER, seed, specs)
     if rounding not in ("stochastic", "nearest"):
@@ -134,11 +135,9 @@ def with_stored_state(
 
     def init(params: optax.Params) -> WithStoredStateState:
         wide = cast_to_at_least_float32(params)
-        inner_state = _inner.init_inner(wrapped, wide, CALLER)
+        inner_state = wrapper.init_inner(wide)
         _check_order(inner_state)
-        inner_state = _states.without_weak_types(inner_state)
-        state = WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, wide))
-        return placed(state, params)
+        return WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, wide))
 
     def update(
         updates: optax.Updates,
@@ -146,19 +145,15 @@ def with_stored_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithStoredStateState]:
-        _states.check_own_state(state, WithStoredStateState, CALLER)
-        _states.refuse_unreduced(updates, CALLER)
         wide = cast_to_at_least_float32(updates), cast_to_at_least_float32(params)
 
         def run(inner_state: PyTree) -> tuple[optax.Updates, PyTree]:
-            gradients, now = wide
+            gradients, seen = wide
             decoded = decode_state(inner_state)
-            return _inner.update_inner(
-                wrapped, updates, gradients, decoded, now, extra_args, CALLER
-            )
+            return wrapper.update_inner(updates, gradients, decoded, seen, extra_args)
 
         # Scales first, and then all again behind barriers: XLA would keep the new state, in
-        # float32, from one pass to the next. Of the first run nothing is computed but the state.
+        # float32, from one pass to the next. From the first run only the state is computed.
         old, peaks = _behind_barriers(
             state.inner_state, _peaks_like(state.inner_state, run, updates)
         )
@@ -181,8 +176,7 @@ def with_stored_state(
             tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
         )
 
-    tx: Transformation[WithStoredStateState] = optax.GradientTransformationExtraArgs(init, update)
-    return tx
+    return wrapper.transformation(init, update)
 
 
 def is_stored(node: object) -> bool:
@@ -233,7 +227,7 @@ def encode_state(opt_state: S, values: PyTree) -> S:
 def _peaks_like(
     old: PyTree, run: Callable[[PyTree], tuple[optax.Updates, PyTree]], gradients: PyTree
 ) -> dict[str, tuple[jax.Array, ...]]:
-    """Returns by path the peaks of the state that comes next, those of many arrays together.
+    """Returns by path the peaks of the state that comes next; finds many arrays' together.
 
     What belongs to one parameter is in one reduction, which reads its gradient once; and so are a
     few parameters of one shape, whose rows are read side by side.
@@ -282,17 +276,23 @@ def _behind_barriers(
     return tree_map_with_path(wait, old, is_leaf=is_stored), waited
 
 
+@dataclasses.dataclass(frozen=True)
 class _Rules:
-    """Which arrays of a state are stored as what."""
+    """Which arrays of a state are stored as what.
 
-    def __init__(self, rules: list[tuple[str, str, str]], *, spares: bool) -> None:
-        self.rules = rules
-        self.spares = spares  # vectors and embeddings from 8 bits, and the parameters' own copies
+    Attributes:
+      rules: globs of the state's path and of the parameter's path, and the kind of storage.
+      spares: whether 8 bits leave out vectors and embeddings, and all kinds the parameters' copies.
+    """
+
+    rules: list[tuple[str, str, str]]
+    spares: bool
 
     def encode(self, state: PyTree, params: PyTree) -> PyTree:
         """Returns the first state with some arrays encoded."""
         by_path = dict(tree_leaves_with_path(params))
         used: set[int] = set()
+        seen: list[str] = []
 
         def encode(path: tuple[Any, ...], node: Any) -> Any:
             (inside, leaf), *_ = tree_leaves_with_path(node) or [((), None)]
@@ -301,6 +301,7 @@ class _Rules:
             if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
                 return node
             names = _as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of)
+            seen.append(", ".join(names))
             kind = self._kind(*names, leaf, used)
             if kind == "float32" or (self.spares and leaf is by_path[of]):
                 return node
@@ -312,18 +313,12 @@ class _Rules:
         if unused and not self.spares:
             warnings.warn(
                 f"{CALLER} has rules that matched no array of the state: {listed(unused)}. Check "
-                f"their spelling (paths here are {listed(self._paths(state, by_path), most=4)}); "
+                f"their spelling (paths here are {listed(seen, most=4)}); "
                 "an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),
             )
         return found
-
-    def _paths(self, state: PyTree, params: dict[tuple[Any, ...], Any]) -> list[str]:
-        leaves = tree_leaves_with_path(state)
-        found = ((path, parameter_path(x, path, params)) for path, x in leaves)
-        pairs = ((path[: len(path) - len(of)], of) for path, of in found if of is not None)
-        return [f"{_as_in_rules(path)}, {_as_in_rules(of)}" for path, of in pairs]
 
     def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
         for index, (of_state, of_parameter, kind) in enumerate(self.rules):
@@ -336,7 +331,7 @@ class _Rules:
 
 
 def _as_in_rules(path: tuple[Any, ...]) -> str:
-    """Returns a path as rules match it: not that of what is inside a parameter's box."""
+    """Returns a path as rules match it: without the last part inside a parameter's box."""
     return path_string(path[:-1] if path[-1:] == (BOX,) else path)
 
 
@@ -354,15 +349,12 @@ def _rules(stored: Any) -> _Rules:
         return _Rules([("*", "*", _kind(stored))], spares=True)
     rules = []
     for rule in stored:
-        if not (isinstance(rule, tuple) and len(rule) == 3 and all(map(_is_text, rule[:2]))):
+        are_globs = isinstance(rule, tuple) and all(isinstance(part, str) for part in rule[:2])
+        if not (are_globs and len(rule) == 3):
             expected = "(glob of the state's path, glob of the parameter's path, dtype)"
             raise wrong(TypeError, CALLER, rule, expected, name="a rule")
         rules.append((*rule[:2], _kind(rule[2])))
     return _Rules(rules, spares=False)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _kind(dtype: Any) -> str:
@@ -381,11 +373,10 @@ def _kind(dtype: Any) -> str:
 
 def _check_order(inner_state: PyTree) -> None:
     """Raises ValueError for what belongs around a stored state, not inside it."""
-    _states.check_inner_state(inner_state, WithStoredStateState, CALLER)
-    outer: tuple[type[Any], ...] = (WithLossScaleState, *_states.storing_states())
-    for state in _states.find_states(inner_state, outer):
-        inside = _states.STORAGES.get(type(state))
-        name, scale = (inside.caller, "") if inside else ("with_loss_scale", ", loss_scale")
+    around = [(storage.caller, "") for _, storage in find_storing(inner_state)]
+    if find_states(inner_state, WithLossScaleState):
+        around.insert(0, ("with_loss_scale", ", loss_scale"))
+    for name, scale in around:
         raise ValueError(
             f"{CALLER} got an inner transformation that contains {name}, whose own state it would "
             f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'){scale})."

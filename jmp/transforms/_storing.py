@@ -1,14 +1,16 @@
 """How half parameters store the float32 values that an optimizer trains.
 
 `ParameterStorage` is the interface: three functions of arrays say what a parameter becomes, what is
-kept beside it, and which value the two stand for. A subclass with a state of its own is a
-transformation (`stored_by`), and `transforms.masters`, `set_masters` and `reset_masters` know it by
-its state.
+kept beside it, and which value the two stand for. `stored_by` makes a transformation of one, which
+runs an optimizer on the values; what is kept is a tree like the parameters (`InTree`), or one
+vector (`InOneVector`). The storages themselves are in `_half_parameters`. `transforms.masters`,
+`set_masters` and `reset_masters` find the storage of a state by the state's class.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +18,17 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from jmp.transforms import _inner, _states
 from jmp.transforms._few_kernels import (
     count_by_size,
     in_kernels_of_parameters,
     in_order_of_axes,
 )
-from jmp.transforms._kept import check_stored_as_in_init
-from jmp.transforms._placement import placed
-from jmp.transforms._random_bits import RandomBits
-from jmp.transforms._rounding import difference_to, needs_master, rounded, widened
-from jmp.transforms._states import Transformation
-from jmp.trees import PyTree, cast_to_at_least_float32
+from jmp.transforms._flat_masters import InOneVector
+from jmp.transforms._loss_scale_state import check_no_loss_scaling_inside
+from jmp.transforms._rounding import RandomBits, difference_to, needs_master, rounded, widened
+from jmp.transforms._states import STORAGES, find_storing, shapes_by_path
+from jmp.transforms._wrapping import Transformation, Wrapper
+from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path
 
 
 class ParameterStorage:
@@ -47,7 +48,7 @@ class ParameterStorage:
     state_type: ClassVar[type]
 
     def __init_subclass__(cls) -> None:
-        _states.STORAGES[cls.state_type] = cls()
+        STORAGES[cls.state_type] = cls()
 
     def check(self, param: jax.Array, path: str) -> None:
         """Raises ValueError for a half parameter that it cannot store."""
@@ -79,17 +80,70 @@ class ParameterStorage:
         raise NotImplementedError
 
 
-class MasterForm(Protocol):
-    """What a transformation asks of all parameters together: `InTree`, `InOneVector`."""
+def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
+    """Calls a function of a storage; outside of a trace compiled, not operation by operation.
 
-    def first(self, params: optax.Params, inner: optax.GradientTransformationExtraArgs) -> PyTree:
-        """Returns what is kept beside the parameters of the first step."""
+    `init` and `masters` are usually called outside of jit, where each operation is compiled for
+    each shape.
+
+    Args:
+      act: "visible", "beside" or "value".
+      *args: its arguments.
+    """
+    kind: Any = type(storage)
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+    return getattr(storage, act)(*args) if is_traced else _compiled(kind, act)(*args)
+
+
+@functools.cache
+def _compiled(kind: Any, act: str) -> Callable[..., Any]:
+    """Returns a function of a class of storages under jit: one, which keeps its programs."""
+    return jax.jit(getattr(kind(), act))
+
+
+@dataclasses.dataclass(frozen=True)
+class InTree:
+    """What is kept in a tree like the parameters': something for each half leaf, nothing else.
+
+    Attributes:
+      storage: what is kept, and of what.
+      dtype: of the values.
+      bits: where the storage's random bits come from; None for one that rounds to the nearest.
+    """
+
+    storage: ParameterStorage
+    dtype: DTypeLike = jnp.float32
+    bits: RandomBits | None = None
+
+    def first(self, params: optax.Params, init: Callable[[optax.Params], optax.OptState]) -> PyTree:
+        """Returns what is kept beside the parameters of the first step.
+
+        Args:
+          init: of the optimizer inside.
+        """
+
+        def make(path: tuple[Any, ...], param: Any) -> Any:
+            if not needs_master(param):
+                return optax.MaskedNode()
+            self.storage.check(param, keystr(path))
+            wide = jnp.array(param, self.dtype)
+            return in_one_program(self.storage, "beside", wide, wide, param)
+
+        return tree_map_with_path(make, params)
 
     def seen_by_inner(self, kept: PyTree, params: optax.Params) -> optax.Params:
-        """Returns what `inner` updates: float32 values, and the parameters that are no half."""
+        """Returns what `inner` updates: float32 values, and the parameters that are not half."""
+
+        def seen(param: Any, beside: Any) -> Any:  # what is kept beside one may be any tree
+            if not needs_master(param):
+                return param
+            return in_one_program(self.storage, "value", param, beside)
+
+        return jax.tree.map(seen, params, kept)
 
     def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
         """Returns the gradients as `inner` sees them."""
+        return cast_to_at_least_float32(in_order_of_axes(updates))
 
     def after(
         self,
@@ -105,74 +159,8 @@ class MasterForm(Protocol):
           kept: what was kept before the step.
           new: what `seen_by_inner` returned, with `updates` added to it.
           updates: what `inner` returned.
-          count: how many steps were taken before, where the state knows it.
+          count: how many steps were taken before, if the state counts them.
         """
-
-
-def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
-    """Calls a function of a storage; outside of a trace compiled, not operation by operation.
-
-    `init` and `masters` are usually called outside of jit, where each operation is compiled for
-    each shape.
-
-    Args:
-      act: "visible", "beside" or "value".
-      *args: those of that function.
-    """
-    kind: Any = type(storage)
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
-    return getattr(storage, act)(*args) if is_traced else _compiled(kind, act)(*args)
-
-
-@functools.cache
-def _compiled(kind: Any, act: str) -> Callable[..., Any]:
-    """Returns a function of a class of storages under jit: one, which keeps its programs."""
-    return jax.jit(getattr(kind(), act))
-
-
-class InTree:
-    """What is kept in a tree like the parameters': something for each half leaf, nothing else."""
-
-    def __init__(
-        self,
-        storage: ParameterStorage,
-        dtype: DTypeLike = jnp.float32,
-        bits: RandomBits | None = None,
-    ) -> None:
-        self.storage = storage
-        self.dtype = dtype
-        self.bits = bits
-
-    def first(self, params: optax.Params, inner: optax.GradientTransformationExtraArgs) -> PyTree:
-        def make(path: tuple[Any, ...], param: Any) -> Any:
-            if not needs_master(param):
-                return optax.MaskedNode()
-            self.storage.check(param, keystr(path))
-            wide = jnp.array(param, self.dtype)
-            return in_one_program(self.storage, "beside", wide, wide, param)
-
-        return tree_map_with_path(make, params)
-
-    def seen_by_inner(self, kept: PyTree, params: optax.Params) -> optax.Params:
-        # What is kept beside a parameter may be any tree.
-        def seen(param: Any, beside: Any) -> Any:
-            if not needs_master(param):
-                return param
-            return in_one_program(self.storage, "value", param, beside)
-
-        return jax.tree.map(seen, params, kept)
-
-    def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
-        return cast_to_at_least_float32(in_order_of_axes(updates))
-
-    def after(
-        self,
-        kept: PyTree,
-        params: optax.Params,
-        new: PyTree,
-        updates: optax.Updates,
-        count: jax.Array | None,
-    ) -> tuple[PyTree, optax.Updates]:
         count_of = None if count is None else count_by_size(count)
 
         def follow(path: tuple[Any, ...], param: Any, value: Any, update: Any) -> Any:
@@ -200,32 +188,33 @@ def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
     sum_ = param.astype(jnp.float32) + change
     if param.dtype == jnp.bfloat16:
         # From the new parameter itself: what is kept beside it then comes out of the same kernel on
-        # a TPU, where XLA would else read everything once more for the parameter alone.
+        # a TPU. Else XLA would read everything once more, only for the parameter.
         return widened(sum_.astype(param.dtype))
     return rounded(sum_, param.dtype)
 
 
 def stored_by(
-    form: MasterForm,
+    form: InTree | InOneVector,
     storage: ParameterStorage,
     inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> Transformation[Any]:
     """Returns the transformation that runs `inner` in float32 and stores what comes out."""
     caller, state_type = storage.caller, cast(Any, storage.state_type)
-    wrapped = _inner.as_transformation(inner, caller)
+    wrapper = Wrapper[Any](inner, caller, state_type)
     kept_name = state_type._fields[0]
     counts = "count" in state_type._fields
 
     def init(params: optax.Params) -> Any:
-        kept = form.first(params, wrapped)
-        seen = form.seen_by_inner(kept, params)
-        inner_state = _inner.init_inner(wrapped, seen, caller)
-        _states.check_no_storage_inside(inner_state, caller)
-        _states.check_no_loss_scaling_inside(inner_state, caller)
-        state = {kept_name: kept, "inner_state": _states.without_weak_types(inner_state)}
-        if counts:
-            state["count"] = jnp.zeros([], jnp.int32)
-        return placed(state_type(**state), params)
+        kept = form.first(params, wrapper.inner.init)
+        inner_state = wrapper.init_inner(form.seen_by_inner(kept, params))
+        for _, inside in find_storing(inner_state):
+            raise ValueError(
+                f"{caller} got an inner transformation that contains {inside.caller}, which stores "
+                "the parameters already. Use one of the two, around the optimizer."
+            )
+        check_no_loss_scaling_inside(inner_state, caller)
+        count = {"count": jnp.zeros([], jnp.int32)} if counts else {}
+        return state_type(**{kept_name: kept}, inner_state=inner_state, **count)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -235,14 +224,12 @@ def stored_by(
                 f"{caller} got no params; call update(gradients, state, params): the "
                 "update is the difference between the new masters and the parameters."
             )
-        _states.check_own_state(state, state_type, caller)
-        _states.refuse_unreduced(updates, caller)
-        kept = getattr(state, kept_name)
-        check_stored_as_in_init(params, kept, caller)
+        kept = state[0]
+        _check_stored_as_in_init(params, kept, caller)
         old = form.seen_by_inner(kept, params)
         gradients = form.gradients_for_inner(updates, params)
-        full_updates, inner_state = _inner.update_inner(
-            wrapped, updates, gradients, state.inner_state, old, extra_args, caller
+        full_updates, inner_state = wrapper.update_inner(
+            updates, gradients, state.inner_state, old, extra_args
         )
         new = optax.apply_updates(old, full_updates)
         count = state.count if counts else None
@@ -250,8 +237,25 @@ def stored_by(
         changed = {kept_name: kept, "inner_state": inner_state}
         if counts:
             changed["count"] = optax.safe_increment(state.count)
-        state = in_kernels_of_parameters(state._replace(**changed), params, half_updates)
-        return half_updates, state
+        return half_updates, in_kernels_of_parameters(
+            state._replace(**changed), params, half_updates
+        )
 
-    tx: Transformation[Any] = optax.GradientTransformationExtraArgs(init, update)
-    return tx
+    return wrapper.transformation(init, update)
+
+
+def _check_stored_as_in_init(params: optax.Params, kept: PyTree, caller: str) -> None:
+    """Raises ValueError if parameters have changed between half and another dtype."""
+    with_master = shapes_by_path(kept)
+    for path, leaf in leaves_by_path(params).items():
+        if needs_master(leaf) != (path in with_master):
+            had, way = "no half", ""
+            if path in with_master:
+                had = "a half"
+                way = " after each update (optax.apply_updates does, eqx.apply_updates does not)"
+            raise ValueError(
+                f"{caller} got params{path} of dtype {leaf.dtype}; when `init` "
+                f"was called it had {had} dtype. Keep the dtype"
+                f"{way}, cast the parameters as they were stored then "
+                "(cast_params of the adapters), or call init again."
+            )

@@ -162,17 +162,7 @@ def test_a_largest_norm_that_is_no_number_is_refused(max_norm):
         transforms.clip_by_global_norm(max_norm)
 
 
-BELOW = [
-    -1,
-    0,
-    0.0,
-    -0.0,
-    float("nan"),
-    -float("inf"),
-    np.float32(-1),
-    np.array(np.nan),
-    jnp.zeros([]),
-]
+BELOW = [-1, 0, 0.0, -0.0, np.nan, -np.inf, np.float32(-1), np.array(np.nan), jnp.zeros([])]
 
 
 @pytest.mark.parametrize("max_norm", BELOW, ids=repr)

@@ -1,8 +1,6 @@
 """Half parameters under a policy whose parameters are float32: refused, with the ways out."""
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from flax import nnx
 
 import jmp
 from jmp import transforms
-from jmp.adapters import equinox, haiku, linen
+from jmp.adapters import linen
 from jmp.adapters import nnx as jmp_nnx
 from tests.bits import bits
 
@@ -199,19 +197,3 @@ def test_an_nnx_optimizer_refuses_them_when_it_is_made_and_in_a_step():
     with refused:
         jmp_nnx.train_step(lambda m, x: m(x).mean(), model, optimizer, jnp.ones((1, 2)))
     assert bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
-
-
-def test_steps_of_equinox_and_haiku_refuse_them():
-    tx = make()
-    model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    half = equinox.cast_params(model, "p=bf16,c=bf16,o=f32")
-    loss_fn = lambda model, x: jnp.mean(model(x))
-    with refused:
-        tx.init(eqx.filter(half, eqx.is_inexact_array))
-    with refused:
-        equinox.train_step(loss_fn, half, opt_state, tx, jnp.ones(2))
-    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x).mean()))
-    params = network.init(jax.random.key(0), jnp.ones((1, 2)))
-    with refused:
-        haiku.train_step(network.apply, to_half(params), tx.init(params), tx, jnp.ones((1, 2)))

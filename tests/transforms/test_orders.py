@@ -15,7 +15,6 @@ from jmp import diagnostics, transforms
 from jmp.adapters import linen
 from jmp.adapters import nnx as jmp_nnx
 from jmp.transforms import WithLossScaleState
-from tests.bits import bits
 from tests.transforms.orders import (
     AFTER_MASTERS,
     AROUND_MASTERS,
@@ -100,43 +99,10 @@ def test_a_state_behind_loss_scaling_is_refused_where_no_adapter_undoes_it(tx):
     assert state.loss_scale.loss_scale == 1024.0
 
 
-def plain_step(tx, params):
-    """A step of a user's own, which reads the scale of its loss as the documentation says."""
-    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-    state = tx.init(params)
-    scale = transforms.loss_scale_state(state).loss_scale
-    return tx.update(scale.scale(params), state, params)
-
-
-@pytest.mark.parametrize(
-    "step", [plain_step, lambda tx, params: jax.jit(plain_step, static_argnums=0)(tx, params)]
-)
-@rows(BEFORE | MOVING_TAIL)
-def test_a_step_that_reads_its_scale_refuses_an_order_that_fails(tx, step):
-    with pytest.raises(ValueError, match="Move it inside"):
-        step(tx, PARAMS)
-
-
-@rows(INSIDE)
-def test_a_step_that_reads_its_scale_refuses_loss_scaling_inside_another_wrapper(tx):
-    with pytest.raises(ValueError, match="Swap the two|Put it around"):
-        plain_step(tx, PARAMS)
-
-
 @rows(AFTER_MASTERS)
 def test_what_follows_masters_inside_loss_scaling_is_refused_in_init(tx):
     with pytest.raises(ValueError, match="after with_master_params.*Move it inside"):
         scaled(tx).init(jmp.cast_to_half(PARAMS))
-
-
-@rows(BEFORE | MOVING_TAIL)
-def test_the_state_of_an_nnx_optimizer_is_checked_as_any_other(tx):
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    before = bits(nnx.as_pure(nnx.state((model, optimizer))))
-    with pytest.raises(ValueError, match="Move it inside"):
-        transforms.check_optimizer_state(nnx.as_pure(optimizer.opt_state))
-    assert bits(nnx.as_pure(nnx.state((model, optimizer)))) == before
 
 
 def test_a_tail_without_a_state_is_taken_and_what_it_does_on_a_skip_is_as_documented():
@@ -177,16 +143,6 @@ def test_wrappers_that_hand_on_what_masters_say_may_stand_around_them(tx):
     state = tx.init(params)
     transforms.check_optimizer_state(state)
     tx.update(params, state, params)
-
-
-def test_a_plain_loop_inside_an_adapter_s_function_is_no_step_of_an_adapter():
-    tx = MOVING_TAIL["Adam"]
-
-    def loop(params):
-        return plain_step(tx, params)[0]["b"].sum()
-
-    with pytest.raises(ValueError, match="state after with_loss_scale.*Move it inside"):
-        jmp_nnx.autocast(loop, "mixed_bfloat16")(PARAMS)
 
 
 def test_a_tuple_of_one_s_own_around_an_optimizer_s_state_is_no_chain():

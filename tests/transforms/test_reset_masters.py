@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, struct
+from flax import struct
 
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-from jmp.adapters import nnx as jmp_nnx
 from tests.bits import bits
+from tests.cases import HALF
 
-HALF = [jnp.float16, jnp.bfloat16]
 PARAMS = {"a": jnp.ones((2, 2), jnp.float16), "b": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
 LOADED = jax.tree.map(lambda p: 3 * p, PARAMS)
 SGD = optax.sgd(0.5)
@@ -263,16 +262,6 @@ def test_masters_from_the_host_lie_where_they_lay():
     new = transforms.reset_masters(state, {"a": np.full(4, 3.0, np.float16)})
     assert new.masters["a"].sharding == state.masters["a"].sharding == sharding
     assert (np.asarray(new.masters["a"]) == 3.0).all()
-
-
-def test_an_nnx_optimizer_takes_its_masters_from_the_model():
-    model = jmp_nnx.cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "O2")
-    tx = transforms.mixed_precision(SGD, "O2", jmp.StaticLossScale(1.0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    model.bias[...] = jnp.full(1, 3.0, jnp.float16)
-    jmp_nnx.reset_masters(model, optimizer)
-    jmp_nnx.train_step(lambda model: model.bias[...].sum(), model, optimizer)
-    assert model.bias[...] == 2.5 and model.bias[...].dtype == jnp.float16
 
 
 @pytest.mark.parametrize("dtype", HALF)

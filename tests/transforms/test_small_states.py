@@ -143,15 +143,6 @@ ORDERS = {
         lambda store, way: transforms.with_stored_state(store(ADAM), "int8"),
         r"would round. Swap the two: {way}\(with_stored_state\(adam, 'bfloat16'\)\)",
     ),
-    "a stored state around a group's masters": (
-        lambda store, way: transforms.with_stored_state(
-            optax.partition(
-                {"x": store(ADAM), "y": ADAM}, {"dense": "x", "small": "x", "norm": "y"}
-            ),
-            "int8",
-        ),
-        "Swap the two",
-    ),
     "a stored state around loss scaling": (
         lambda store, way: store(transforms.with_stored_state(scaled(ADAM), "bfloat16")),
         r"Swap the two: with_loss_scale\(with_stored_state\(adam, 'bfloat16'\), loss_scale\)",
@@ -164,10 +155,6 @@ ORDERS = {
     "a storage in another": (
         lambda store, way: store(WAYS["kahan" if "kahan" not in way else "split"](ADAM)),
         "stores the parameters already. Use one of the two",
-    ),
-    "masters asked for twice": (
-        lambda store, way: transforms.mixed_precision(store(ADAM), POLICY, masters="stochastic"),
-        "already",
     ),
     "a chain after it": (
         lambda store, way: optax.chain(store(ADAM), optax.scale(0.5)),
@@ -191,13 +178,6 @@ def test_orders_that_fail_are_refused_with_the_one_that_does_not(order, way):
     caller = WAYS[way].__name__
     with pytest.raises(ValueError, match=sentence.format(way=caller)):
         transforms.check_optimizer_state(make(WAYS[way], caller).init(PARAMS))
-
-
-@every_way
-def test_lookahead_around_it_is_refused(way):
-    state = optax.lookahead(WAYS[way](ADAM), 2, 0.5).init(optax.LookaheadParams.init_synced(PARAMS))
-    with pytest.raises(ValueError, match="inside optax.lookahead.*Put it around"):
-        transforms.check_optimizer_state(state)
 
 
 # The adapters.
@@ -293,17 +273,6 @@ def test_steps_of_equinox_and_haiku_take_them():
     second = take(first.model, first.opt_state)
     assert second.loss < first.loss
     assert second.opt_state.inner_state.remainders["linear"]["w"].dtype == jnp.uint16
-
-
-def test_gradients_of_micro_batches_are_added_up_before():
-    tx = transforms.mixed_precision(stored("int8"), POLICY, SCALE, masters="split")
-    loss = lambda p, x: jnp.mean((x @ p["w"].astype(jnp.float32)) ** 2)
-    params = {"w": jnp.ones((8, 4), jnp.bfloat16)}
-    state = tx.init(params)
-    grad = jmp.accumulated_value_and_grad(loss, state.loss_scale, steps=2)
-    _, gradients = grad(params, jnp.ones((4, 8)))
-    updates, state = tx.update(gradients, state, params)
-    assert (optax.apply_updates(params, updates)["w"] < 1).all()
 
 
 # From one way to another.
