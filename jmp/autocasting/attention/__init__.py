@@ -1,4 +1,4 @@
-"""Attention: found in the dataflow, and run by a platform's fused kernel where there is one."""
+"""Attention: found in the dataflow, and run by a platform's fused kernel if it has one."""
 
 from jmp.autocasting.attention._fusing import fuse_attentions
 

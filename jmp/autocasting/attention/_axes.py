@@ -47,7 +47,7 @@ def own_axes(value: Value) -> Axes:
 
 
 def axes_repeated_to(axes: Axes, value: Value) -> Axes:
-    """Returns the axes of an operand, given those of the result that it is repeated to."""
+    """Returns the axes of an operand, given the axes of the result that it is repeated to."""
     shape = shape_of(value)  # () of a number
     return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
 
@@ -64,7 +64,7 @@ def is_identity(node: Node) -> bool:
 
 
 def keeps_places(node: Node) -> bool:
-    """Returns whether the numbers of a node's result are those of its operand, in their places."""
+    """Returns whether a node's result has the numbers of its operand, in their places."""
     return is_identity(node) or node.name == "stop_gradient"
 
 
@@ -85,7 +85,7 @@ def moves_axes(node: Node) -> bool:
 
 
 def axes_after(node: Node, axes: Axes) -> Axes | None:
-    """Returns the axes of the result of a node that moves axes, given those of its operand.
+    """Returns the axes of the result of a node that moves axes, given its operand's.
 
     Returns: None if the node repeats numbers, or would split the axis of one label.
     """
@@ -100,7 +100,7 @@ def axes_after(node: Node, axes: Axes) -> Axes | None:
 
 
 def source_of(value: Value, axes: Axes) -> Labelled:
-    """Returns the value that a value repeats and moves. What is repeated has no labels in it."""
+    """Returns the value that a value repeats and moves; repeated axes have no labels in it."""
     while (node := value.producer) is not None and moves_axes(node):
         shape = shape_of(node.inputs[0])
         before: Axes | None = axes

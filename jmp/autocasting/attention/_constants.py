@@ -1,7 +1,7 @@
 """The numbers of values that depend on no argument of the program, such as causal masks.
 
 They are computed when the program is planned. Along an axis on which a value only repeats they have
-length one, so that the mask of a batch is no larger than that of one example.
+length one, so that the mask of a batch is no larger than the mask of one example.
 """
 
 import math
@@ -96,5 +96,5 @@ def _result_of(node: Node, operands: list[Numbers]) -> Numbers | None:
         with jax.ensure_compile_time_eval():
             (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
             return np.asarray(result)
-    except Exception:  # it needs what is not there yet, such as the axes of a mesh
+    except Exception:  # it needs something that is not there yet, such as the axes of a mesh
         return None

@@ -21,8 +21,8 @@ from jmp.autocasting.attention._kernels import (
 )
 from jmp.autocasting.attention._matching import Mask
 
-# What stands for minus infinity in a bias whose largest number in each row is zero: exp of it is
-# zero, and cuDNN, which multiplies by log2(e), stays finite.
+# This stands for minus infinity in a bias whose largest number in each row is zero. Its exponential
+# is zero, and it stays finite in cuDNN, which multiplies by log2(e).
 LOWEST = -(2.0**15)
 # A row is masked wholly if no bias is above this: a score that is added to it is lost.
 SEEN = -1e8
@@ -40,11 +40,9 @@ def attend(form: Form, query: Any, key: Any, values: Any, terms: list[Any]) -> A
     """
     q, k, v = form.query(query), form.key(key), form.values(values)
     rows, keys, masking = q.shape[1], k.shape[1], form.masking
-    bias = _total_bias(form, terms)
-    highest, half_bias = None, None
+    bias, half_bias, highest = _total_bias(form, terms), None, None
     if bias is not None:
-        highest = _highest(masking, bias, rows, keys)
-        half_bias = _evened(_half_bias(masking, bias, highest, q, keys), (2, 3), LOWEST)
+        half_bias, highest = _half_bias(masking, bias, q, keys)
     # JAX refuses odd lengths in the backward pass. A key that is added comes after the last one, so
     # that a causal mask hides it; without one its bias does, or the number of keys that count.
     lengths = None
@@ -64,7 +62,7 @@ def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
 
 
 def _total_bias(form: Form, terms: list[Any]) -> Any:
-    """Returns the float32 sum of biases, -inf where a mask hides a score; None without either."""
+    """Returns the float32 sum of biases, -inf for scores that a mask hides; None without either."""
     total = None
     for term, array in zip(form.masking.terms, terms, strict=True):
         if isinstance(term, Mask):
@@ -77,30 +75,28 @@ def _total_bias(form: Form, terms: list[Any]) -> Any:
     return total
 
 
-def _highest(masking: Masking, bias: Any, rows: int, keys: int) -> Any:
-    """Returns the largest bias that each row sees: (batch, heads, rows, 1), or ones for these."""
-    seen = jax.lax.stop_gradient(bias)
-    if masking.is_causal:
-        seen = jnp.where(masking.kept(rows, keys), seen, -jnp.inf)
-    return seen.max(-1, keepdims=True)
+def _half_bias(masking: Masking, bias: Any, query: Any, keys: int) -> tuple[Any, Any]:
+    """Returns a bias as cuDNN takes it, and the largest number of each row that is not masked.
 
-
-def _half_bias(masking: Masking, bias: Any, highest: Any, query: Any, keys: int) -> Any:
-    """Returns a bias as cuDNN takes it: rows and keys in full, and heads if it has a gradient.
-
-    The largest of each row becomes zero, which changes no weight: what counts is then near zero,
+    cuDNN takes rows and keys in full, and heads if the bias has a gradient. The largest number of
+    each row becomes zero, which changes no weight. The numbers that matter are then near zero,
     where a half type is exact.
     """
+    rows, seen = query.shape[1], jax.lax.stop_gradient(bias)
+    if masking.is_causal:
+        seen = jnp.where(masking.kept(rows, keys), seen, -jnp.inf)
+    highest = seen.max(-1, keepdims=True)
     if masking.biases:
         bias = bias - jnp.where(highest > SEEN, highest, 0)
     heads = query.shape[2] if masking.has_gradient else bias.shape[1]
-    shape = (bias.shape[0], heads, query.shape[1], keys)
-    return jnp.broadcast_to(_within_range(bias), shape).astype(query.dtype)
+    shape = (bias.shape[0], heads, rows, keys)
+    half = jnp.broadcast_to(_within_range(bias), shape).astype(query.dtype)
+    return _evened(half, (2, 3), LOWEST), highest
 
 
 @jax.custom_jvp
 def _within_range(bias: Any) -> Any:
-    """Clips a bias to the range of any half type. Weights are zero where that changes it."""
+    """Clips a bias to the range of any half type. Weights whose bias changes are zero."""
     return jnp.clip(bias, LOWEST, 0)
 
 

@@ -43,7 +43,7 @@ from jmp.dtypes import FLOAT32
 
 
 class Kernel(NamedTuple):
-    """What computes attention on one platform."""
+    """A kernel that computes attention on one platform."""
 
     platform: str  # as `jax.lax.platform_dependent` names it
     name: str
@@ -112,7 +112,7 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
 def _fused_step(
     attention: Attention, kernel: Kernel, step_of: Mapping[Node, Step], level: Level
 ) -> Fused:
-    """Returns the step that replaces those of an attention.
+    """Returns the step that replaces the steps of an attention.
 
     Raises: NotFused if the kernel would compute something else, or not at all.
     """
@@ -242,7 +242,7 @@ def _rows_and_heads(attention: Attention) -> tuple[Labels, Labels, Labels, Label
 
 
 class _Known(NamedTuple):
-    """What is known of a bias or a mask when the program is planned."""
+    """The effect of a bias or a mask, if it is known when the program is planned."""
 
     keeps: Booleans  # with the axes of a bias, of length one along which it does not differ
     only_masks: bool  # the scores that it keeps stay as they are
@@ -289,7 +289,7 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
 
 
 def _known(term: Bias | Mask, bias_axes: Axes) -> _Known | None:
-    """Returns what is known of a bias or a mask; None if it depends on an argument."""
+    """Returns the effect of a bias or a mask; None if it depends on an argument."""
     value, axes = term.source
     numbers = constant_of(value)
     if numbers is None or numbers.ndim != len(shape_of(value)):

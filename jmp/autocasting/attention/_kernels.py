@@ -21,7 +21,7 @@ ONE_DIRECTION = (
 
 
 class Masking(NamedTuple):
-    """What is done to the scores between scale and softmax."""
+    """How scores change between scale and softmax."""
 
     is_causal: bool
     window: int | None  # how many keys before its own a row sees, if it is causal

@@ -25,7 +25,8 @@ from jmp.autocasting.attention._axes import (
 )
 from jmp.autocasting.attention._constants import constant_of
 
-# What a mask puts in place of a score: exp of it is zero beside any score that is left.
+# The largest number that a mask may put in place of a score: beside any score that is left its
+# exponential is zero.
 LARGEST_FILL = -1e4
 # Beside such a number a score or a bias is lost: the next float32 is 8 away.
 LOWERED = -1e8
@@ -40,14 +41,14 @@ class NotFused(Exception):
 
 
 class Bias(NamedTuple):
-    """What is added to the scores: `factor` times a value."""
+    """A value that is added to the scores, times `factor`."""
 
     source: Labelled
     factor: float
 
 
 class Mask(NamedTuple):
-    """A boolean value: where it equals `keeps` the score stays, elsewhere it is `fill`."""
+    """A boolean value: scores stay if it equals `keeps`, and become `fill` otherwise."""
 
     source: Labelled
     keeps: bool
@@ -110,7 +111,8 @@ def find_attention(result: Node) -> Attention | None:
 def _softmax_of(weights: Value) -> _Softmax | None:
     """Returns the softmax that weights come from. It may be over any axis, unlike `softmaxes_of`.
 
-    What is the same for all keys, such as the row's maximum, may be subtracted: it cancels.
+    A number that is the same for all keys, such as the row's maximum, may be subtracted: it
+    cancels.
     """
     to_weights: list[Node] = []
     node = weights.producer
@@ -162,7 +164,7 @@ def _handed_on(node: Node) -> Value | None:
 
 
 def _before_softmax(value: Value) -> Node | None:
-    """Returns what stands between a softmax of scores and a value, if there is such a softmax."""
+    """Returns the node between a softmax of scores and a value, if there is such a softmax."""
     first: Node | None = None
     for node in _producers(value):
         if node.is_fusible and first is None and not moves_axes(node):
@@ -200,10 +202,44 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
     if path is None:
         raise NotFused("no product is found in front of its softmax")
     scores, *between = path
+    axes, scale, biases, masks = _applied(scores, between)
+    summed = axes[softmax.axis]
+    for node in filter(moves_axes, softmax.to_weights):
+        axes = _followed(node, axes)
+    if not all(mask.fill <= LARGEST_FILL for mask in masks):
+        raise NotFused(NO_MASK)
+    if len(summed) != 1:
+        raise NotFused("its softmax is not over one axis of keys longer than one")
+    (keys,) = summed
+    query, key = _queries_and_keys(scores, keys)
+    values, result_axes = _values(result, side, axes, keys)
+    attention = Attention(
+        scores=scores,
+        result=result,
+        nodes=(*path, *softmax.nodes, *softmax.to_weights, result),
+        scale=scale,
+        biases=biases,
+        masks=masks,
+        query=query,
+        key=key,
+        values=values,
+        result_axes=result_axes,
+        keys=keys,
+    )
+    others = {label for label in labels_of(values.axes) if label.number != VALUE_WIDTH}
+    if others != {*attention.batch, keys}:
+        raise NotFused("its values have other batch axes than its keys")
+    return attention
+
+
+def _applied(
+    scores: Node, nodes: Sequence[Node]
+) -> tuple[Axes, float, tuple[Bias, ...], tuple[Mask, ...]]:
+    """Returns the axes of scores behind some nodes, and the scale, biases and masks of these."""
     axes = own_axes(scores.outputs[0])
     scale, biases, masks = 1.0, list[Bias](), list[Mask]()
     on_path = {scores.outputs[0]}
-    for node in between:
+    for node in nodes:
         if moves_axes(node):
             axes = _followed(node, axes)
         elif node.name == "select_n":
@@ -218,32 +254,7 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
             biases = [bias._replace(factor=bias.factor * factor) for bias in biases]
             masks = [mask._replace(fill=mask.fill * factor) for mask in masks]
         on_path.add(node.outputs[0])
-    keys = axes[softmax.axis]
-    for node in filter(moves_axes, softmax.to_weights):
-        axes = _followed(node, axes)
-    if not all(mask.fill <= LARGEST_FILL for mask in masks):
-        raise NotFused(NO_MASK)
-    if len(keys) != 1:
-        raise NotFused("its softmax is not over one axis of keys longer than one")
-    query, key = _queries_and_keys(scores, keys[0])
-    values, result_axes = _values(result, side, axes, keys[0])
-    attention = Attention(
-        scores=scores,
-        result=result,
-        nodes=(scores, *between, *softmax.nodes, *softmax.to_weights, result),
-        scale=scale,
-        biases=tuple(biases),
-        masks=tuple(masks),
-        query=query,
-        key=key,
-        values=values,
-        result_axes=result_axes,
-        keys=keys[0],
-    )
-    others = {label for label in labels_of(values.axes) if label.number != VALUE_WIDTH}
-    if others != {*attention.batch, keys[0]}:
-        raise NotFused("its values have other batch axes than its keys")
-    return attention
+    return axes, scale, tuple(biases), tuple(masks)
 
 
 def _followed(node: Node, axes: Axes) -> Axes:
@@ -328,7 +339,7 @@ def _masks_of(node: Node, on_path: set[Value], axes: Axes) -> Iterator[Mask]:
 
 
 def _joined_masks(value: Value, axes: Axes, keeps: bool) -> Iterator[Labelled]:
-    """Yields the masks that a mask joins: those of `a & b` if it keeps scores where it is true."""
+    """Yields the masks that a mask joins: `a` and `b` of `a & b`, if true keeps a score."""
     mask = source_of(value, axes_repeated_to(axes, value))
     while (written := _as_numbers(mask)) is not None:
         mask = written
@@ -353,7 +364,7 @@ def _as_numbers(mask: Labelled) -> Labelled | None:
 
 
 def _differing_part(value: Value, axes: Axes) -> Labelled:
-    """Returns the value that a bias or a mask repeats, with labels only where its entries differ.
+    """Returns the value that a bias or a mask repeats, with labels only of axes that matter to it.
 
     Args:
       axes: of the scores, to which the bias or mask is repeated.

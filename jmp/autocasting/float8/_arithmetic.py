@@ -43,7 +43,7 @@ class Extremes(NamedTuple):
     """Bounds of a function f of one number x: |f(x)| <= min(largest, offset + slope |x|)."""
 
     largest: float
-    offset: float  # |f(0)|, or more where f jumps, as a step does
+    offset: float  # |f(0)|, or more if f jumps, as a step does
     slope: float  # no magnitude of f's derivative exceeds it
 
 
@@ -63,7 +63,7 @@ class Float8(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What is known of a product's result, or of a function of it, without reading it.
+    """A bound of a product's result, or of a function of it, for which it is not read.
 
     Both are float32 numbers.
     """
@@ -114,7 +114,7 @@ def multiply(
       operands: half, or float32: gradients come in their dtypes.
       held: the same numbers in float8.
       params: of the `dot_general`, for a half result.
-      bounds: of the operands, None where there is none.
+      bounds: of the operands, None for one without.
 
     Returns: a half array, and its bound if the form asks for it.
     Raises: TypeError in forward mode, as far as it is seen here; otherwise JAX raises it.

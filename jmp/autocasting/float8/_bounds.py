@@ -1,4 +1,4 @@
-"""Bounds of what float8 products read and return, where they cost less than a maximum.
+"""Bounds of what float8 products read and return, if they cost less than a maximum.
 
 A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
 256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127, and
@@ -70,10 +70,10 @@ class FunctionOfProduct(NamedTuple):
     product: Value
     added: tuple[Value, ...]  # vectors that are added to the result first, such as a bias
     argument: Value  # the sum
-    nodes: tuple[Node, ...]  # what computes the value from the argument, in order
+    nodes: tuple[Node, ...]  # that compute the value from the argument, in order
 
     def bounded(self) -> Bounded:
-        """Returns what is known of the value."""
+        """Returns the function of the product's result, with its extremes."""
         return Bounded(self.product, self.added, extremes_of(self.equations()))
 
     def equations(self) -> tuple["ScalarEquation", ...]:
@@ -121,9 +121,10 @@ def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functi
 
 
 def _with_vectors(result: Value, level: Level) -> dict[Value, Functions]:
-    """Returns a product's result, and what reshapes it and adds vectors, as nothing else reads it.
+    """Returns a product's result, and the values that reshape it and add vectors to it.
 
-    All of them have one function, the identity of the last one.
+    It ends with a value that something else reads, or several nodes read. All of these values have
+    one function, which is the identity of the last one.
     """
     values, added = [result], list[Value]()
     while (argument := values[-1]) not in level.graph.outputs and len(argument.users) == 1:
@@ -222,8 +223,31 @@ def extremes_of(equations: tuple[ScalarEquation, ...]) -> Extremes:
     """
     numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(FLOAT32)
     numbers = numbers[np.isfinite(numbers)]
+    # In a thread of its own nothing is being traced, and no mesh of other devices is set.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        run = functools.partial(_results_and_slopes, equations, numbers)
+        pairs = list(thread.map(run, (False, True)))
+    results, slopes = (np.fmax(*map(np.abs, both)) for both in zip(*pairs, strict=True))
+    sizes = np.abs(numbers)
+    is_far, is_near = (sizes > 2.0**64) & (sizes < 2.0**100), sizes < 2.0**100
+    # The slope of a function that jumps often, such as rounding, does not say how it grows.
+    growth = _largest_number(results[is_far] / sizes[is_far])
+    slope = max(_largest_number(slopes), growth)
+    with np.errstate(invalid="ignore"):  # infinite, the slope of what is not finite
+        offset = _largest_number(results[is_near] - slope * sizes[is_near])
+    return Extremes(_largest_number(results), offset, slope)
 
-    def function(argument: Any, is_rounded: bool) -> Any:
+
+def _results_and_slopes(
+    equations: Sequence[ScalarEquation], numbers: Any, is_rounded: bool
+) -> tuple[Any, Any]:
+    """Returns a function of numbers, and its slopes.
+
+    Args:
+      is_rounded: whether the result of each equation is rounded to bfloat16.
+    """
+
+    def function(argument: Any) -> Any:
         values = [argument]
         for primitive, params, reads in equations:
             operands = [
@@ -235,27 +259,11 @@ def extremes_of(equations: tuple[ScalarEquation, ...]) -> Extremes:
             values.append(lax.reduce_precision(value, 8, 7) if is_rounded_here else value)
         return values[-1]
 
-    def values_and_slopes(is_rounded: bool) -> Any:
-        run = functools.partial(function, is_rounded=is_rounded)
-        # NaN is expected.
-        with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-            return jax.jvp(run, (numbers,), (np.ones_like(numbers),))
-
-    # In a thread of its own nothing is being traced, and no mesh of other devices is set.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        pairs = list(thread.map(values_and_slopes, (False, True)))
-    results = np.fmax(*(np.abs(values) for values, _ in pairs))
-    slopes = np.fmax(*(np.abs(slopes) for _, slopes in pairs))
-    sizes = np.abs(numbers)
-    is_far, is_near = (sizes > 2.0**64) & (sizes < 2.0**100), sizes < 2.0**100
-    # The slope of a function that jumps often, such as rounding, does not say how it grows.
-    growth = _largest_number(results[is_far] / sizes[is_far])
-    slope = max(_largest_number(slopes), growth)
-    with np.errstate(invalid="ignore"):  # infinite, the slope of what is not finite
-        offset = _largest_number(results[is_near] - slope * sizes[is_near])
-    return Extremes(_largest_number(results), offset, slope)
+    # NaN is expected.
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        return jax.jvp(function, (numbers,), (np.ones_like(numbers),))
 
 
 def _largest_number(numbers: Any) -> float:
-    """Returns the largest of some numbers, those that are NaN left out; at least zero."""
+    """Returns the largest of some numbers, without those that are NaN; at least zero."""
     return float(np.nanmax(numbers, initial=0.0))

@@ -1,6 +1,6 @@
 """Which products are float8, and what devices send each other on the way to them.
 
-`multiply_in_float8` says which products are float8, where the policy asks for it.
+`multiply_in_float8` says which products are float8, if the policy asks for it.
 
 `send_in_float8` lowers what devices send each other on the way to float8 products. A shard is
 rounded to float8 before it is gathered, with the scale that all devices share. So the numbers are
@@ -118,7 +118,7 @@ class MovedInFloat8:
     def bind(
         self, step: Single, operands: Sequence[Any], environment: Environment
     ) -> Sequence[Any]:
-        """Returns what is moved in half; adds it in float8 to the environment."""
+        """Returns the half array, moved; adds the moved float8 array to the environment."""
         first, *others = operands
         numbers, scale = _in_float8(step.reads[0].value, first, environment)
         moved = _numbers_moved(step.node, [numbers, *others])
@@ -314,6 +314,6 @@ def _numbers_moved(node: Node, operands: Sequence[Any]) -> list[Any]:
         if is_cast(equation):
             continue
         if rule_for(equation.primitive.name).sends:
-            operands = lax.optimization_barrier(operands)  # as of what is sent in half
+            operands = lax.optimization_barrier(operands)  # as `SentInHalf` does
         operands = _jax_compat.bind(equation.primitive, operands, equation.params)
     return list(operands)

@@ -109,7 +109,7 @@ def _kept_sums(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> An
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def sums_of_powers(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> Any:
-    """Returns the sums of exp(shifted) over `axes`, the last ones, where shifted = rows - shift.
+    """Returns the sums of exp(shifted) over the last `axes`, for shifted = rows - shift.
 
     It has a derivative with respect to `shifted` only. `rows` and `shift` say how to compute it.
     """
@@ -143,7 +143,7 @@ def maxima_and_sums(axes: tuple[int, ...], rows: Any) -> tuple[Any, Any]:
 
 
 def _together(one: Any, other: Any) -> tuple[Any, Any]:
-    """Returns maximum and sum of a row, given those of two parts of it."""
+    """Returns maximum and sum of a row, given maximum and sum of two parts of it."""
     (maximum, total), (maximum_too, total_too) = one, other
     # The difference of two infinite ones would be NaN.
     are_equal = maximum == maximum_too

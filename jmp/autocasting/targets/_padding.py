@@ -73,7 +73,7 @@ class PaddedRows:
         """Binds a node, whose operands may be longer than they were traced."""
         params = node.params
         if node.name == "broadcast_in_dim":
-            # What is repeated along an axis of the scores is not padded.
+            # An axis of the scores along which something is repeated is not padded.
             padded = dict(zip(params["broadcast_dimensions"], operands[0].shape, strict=True))
             shape = tuple(padded.get(place, length) for place, length in enumerate(params["shape"]))
             params = {**params, "shape": shape}
@@ -153,7 +153,7 @@ def _may_pad(step: Step | None) -> TypeGuard[Single]:
 
 
 def _axes_inside(island: Island) -> dict[Value, Axes]:
-    """Returns the axes of an island's arrays. Labels number those of the array that enters.
+    """Returns the axes of an island's arrays. Labels number the axes of the array that enters.
 
     It is empty if a node is not known to do the same with arrays that are longer.
     """

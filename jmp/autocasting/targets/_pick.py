@@ -75,7 +75,7 @@ def _pick(
     """Returns what the gather `node` returns.
 
     Args:
-      fill: the result outside of the operand; None for that of the gather.
+      fill: the result outside of the operand; None for the gather's own.
       adds_fill: whether it is added to the zero that is there. The derivative of a select is a
         select among the cotangents. The cotangents of a mean are one number, which XLA for TPUs
         would repeat for each row. On a GPU the addition splits kernels: 12 % of the bytes of an

@@ -17,12 +17,12 @@ from jmp.autocasting._steps import Island, Recompute, Rewrite, on_islands
 
 
 class Surroundings(NamedTuple):
-    """What a rewrite may ask of the island that an equation stands in."""
+    """The island of an equation, as a rewrite may ask for it."""
 
     inside: Set[Node]
     recompute: Recompute
     half: np.dtype
-    entering: Set[Value]  # what enters in half
+    entering: Set[Value]  # values that enter in half
     leaving: Set[Value]  # results that leave
     in_half: Set[Value]  # those that leave in half
     has_gradient: bool  # see `Context`

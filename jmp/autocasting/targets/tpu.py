@@ -56,7 +56,7 @@ class HalfLookup:
     """A lookup in a half array; see `look_up_half`."""
 
     def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns what is looked up."""
+        """Returns the rows that are looked up."""
         return look_up_half(as_it_is(step), operands)
 
 
