@@ -62,24 +62,24 @@ def test_an_update_stays_on_its_floor(h200, name):
 
 SPLIT, STOCHASTIC = transforms.with_split_masters, transforms.with_stochastic_rounding
 STORED = transforms.with_stored_state
-# Bytes moved and held a parameter, and kernels, of 20 tensors, or of 12 where XLA compiles slowly:
-# one for each tensor, and a few for counts and checks. Scales of rows are found first, four
+# Bytes moved and held a parameter, and kernels, of 20 tensors, or of 6 if XLA compiles slowly: one
+# for each tensor, and a few for counts and checks. Scales of rows are found first, four
 # matrices in a kernel.
 SMALL_STATES = {
     "split": (SPLIT(ADAM), 26.0, 12.0, 22),
     "split, checked": (transforms.with_loss_scale(SPLIT(ADAM), SCALE), 28.0, 12.0, 26),
     "stochastic": (STOCHASTIC(ADAM), 22.0, 10.0, 20),
     "kahan": (transforms.with_kahan_summation(ADAM), 26.0, 12.0, 22),
-    "split, bfloat16 moments": (SPLIT(STORED(ADAM, "bfloat16")), 18.0, 8.0, 16),
-    "stochastic, float8 moments": (STOCHASTIC(STORED(ADAM, "float8_e4m3fn")), 14.1, 4.1, 18),
-    "stochastic, int8 moments": (STOCHASTIC(STORED(ADAM, "int8")), 14.1, 4.1, 18),
+    "split, bfloat16 moments": (SPLIT(STORED(ADAM, "bfloat16")), 18.0, 8.0, 10),
+    "stochastic, float8 moments": (STOCHASTIC(STORED(ADAM, "float8_e4m3fn")), 14.1, 4.1, 13),
+    "stochastic, int8 moments": (STOCHASTIC(STORED(ADAM, "int8")), 14.1, 4.1, 13),
 }
 
 
 @pytest.mark.parametrize("name", in_full([*SMALL_STATES], but=["stochastic, int8 moments"]))
 def test_small_states_move_and_hold_what_they_say(h200, name):
     tx, moved, held, kernels = SMALL_STATES[name]
-    shapes = SHAPES[:: 5 if name.endswith("moments") else 3]
+    shapes = SHAPES[:: 10 if name.endswith("moments") else 3]
     numbers = sum(jnp.zeros(shape).size for shape in shapes)
     program = compiled_update(h200, tx, jnp.bfloat16, shapes, jnp.bfloat16)
     measured = program.bytes_moved / numbers
