@@ -227,7 +227,7 @@ def _in_float32(value: Value, environment: Environment) -> Any:
 def read_value(read: Read, environment: Environment) -> Any:
     """Returns a value of a level, read as `read` says."""
     value, dtype, shape, saturates, repeat = read
-    array = environment[value] if value.held is None else value.held
+    array = environment[value] if value.literal is None else value.literal
     if dtype is None or not value.is_float32:
         return array
     if repeat is not None:
@@ -236,7 +236,7 @@ def read_value(read: Read, environment: Environment) -> Any:
         array = repeated(array, shape)
     if saturates:
         array = saturated(array)  # after the repetition, where it fuses
-    if value.held is not None and shape is None and not saturates and np.ndim(array) == 0:
+    if value.literal is not None and shape is None and not saturates and np.ndim(array) == 0:
         return array if dtype == FLOAT32 else np.asarray(array).astype(dtype)
     return cast(array, dtype)
 

@@ -15,7 +15,7 @@ compute these in float32, and so does autocast:
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
 
-The flattening follows what a value is made of (`MadeOf`) from the inputs on.
+The flattening follows what a value is made of (`Provenance`) from the inputs on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ from jmp import _jax_compat
 from jmp.autocasting._facts import is_low_node, outputs_that_reach, reaching
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
-from jmp.autocasting._numbers import MadeOf, dtype_of, is_inexact, made_of_array
+from jmp.autocasting._numbers import Provenance, dtype_of, is_inexact, provenance_of_array
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import NO_RULE, Category, is_low, rule_for
 
@@ -47,54 +47,55 @@ def why_exact(operands: Sequence[Value]) -> str:
     as constants. So they transform inputs, and what comes out counts as a product's result. One
     number repeated is no table, but for instance where a derivative begins.
     """
-    made_of = [value.made_of for value in operands[:2]]
-    if max(made_of) <= MadeOf.INTEGERS:
+    provenance = [value.provenance for value in operands[:2]]
+    if max(provenance) <= Provenance.INTEGERS:
         return WHY_COUNTS
     is_table = any(
-        value.made_of in (MadeOf.CONSTANTS, MadeOf.TABLES) and value.constant is None
+        value.provenance in (Provenance.CONSTANTS, Provenance.TABLES) and value.constant is None
         for value in operands[:2]
     )
     # Choices and integers look rows up, in a NumPy array too.
-    is_data = max(made_of) <= MadeOf.INPUTS and not {MadeOf.CHOICES, MadeOf.INTEGERS} & {*made_of}
+    looks_up = not {Provenance.CHOICES, Provenance.INTEGERS}.isdisjoint(provenance)
+    is_data = max(provenance) <= Provenance.INPUTS and not looks_up
     return WHY_TABLE if is_table and is_data else ""
 
 
-def made_of_results(node: Node) -> MadeOf:
-    """Returns what the floating results of an equation are made of (others: see `MadeOf.of`)."""
-    found = max((value.made_of for value in node.inputs), default=MadeOf.CONSTANTS)
-    if found is MadeOf.PRODUCTS:
+def provenance_of_results(node: Node) -> Provenance:
+    """Returns the provenance of an equation's floating results (others: see `Provenance.of`)."""
+    found = max((value.provenance for value in node.inputs), default=Provenance.CONSTANTS)
+    if found is Provenance.PRODUCTS:
         return found
     if is_low(node.equation):
         is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
         # The result of a NumPy array counts as a product's; see `why_exact`.
-        has_table = MadeOf.TABLES in (value.made_of for value in node.inputs)
-        return found if is_exact and not has_table else MadeOf.PRODUCTS
+        has_table = Provenance.TABLES in (value.provenance for value in node.inputs)
+        return found if is_exact and not has_table else Provenance.PRODUCTS
     if _jax_compat.holds_functions(node.equation):
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
-        return max(found, MadeOf.INPUTS)
+        return max(found, Provenance.INPUTS)
     if node.name == "eq":
-        return max(found, MadeOf.CHOICES)
+        return max(found, Provenance.CHOICES)
     is_moved = node.rule.moves or node.rule.casts
     # A function of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
-    return MadeOf.CONSTANTS if found is MadeOf.CHOICES and not is_moved else found
+    return Provenance.CONSTANTS if found is Provenance.CHOICES and not is_moved else found
 
 
-def _made_inside(equation: JaxprEqn) -> MadeOf:
+def _made_inside(equation: JaxprEqn) -> Provenance:
     """Returns what is made inside an equation, beside its operands.
 
     Arrays that its functions close over, random numbers, and products: exact ones count as well,
     because which those are is known only when the inside is planned.
     """
-    found = list(map(made_of_array, _closed_over(equation)))
+    found = list(map(provenance_of_array, _closed_over(equation)))
     for inner in inner_equations(equation):
         if is_low(inner):
-            return MadeOf.PRODUCTS
-        found += map(made_of_array, _closed_over(inner))
+            return Provenance.PRODUCTS
+        found += map(provenance_of_array, _closed_over(inner))
         rule = rule_for(inner.primitive.name)
         if rule.draws_bits or (rule == NO_RULE and not has_kind(inner.primitive.name)):
-            found.append(MadeOf.INPUTS)
-    return max(found, default=MadeOf.CONSTANTS)
+            found.append(Provenance.INPUTS)
+    return max(found, default=Provenance.CONSTANTS)
 
 
 def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
@@ -126,7 +127,7 @@ def find_angles(
 
 
 def _reads_inputs(product: Node) -> bool:
-    return all(v.is_float32 and v.made_of <= MadeOf.INPUTS for v in product.inputs[:2])
+    return all(v.is_float32 and v.provenance <= Provenance.INPUTS for v in product.inputs[:2])
 
 
 def wraps(node: Node) -> bool:

@@ -14,16 +14,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, made_of_results, why_exact
+from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, provenance_of_results, why_exact
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import (
     NOTHING,
     Known,
-    MadeOf,
+    Provenance,
     dtype_of,
     known_of,
-    made_of_array,
+    provenance_of_array,
 )
 from jmp.autocasting._precision import in_regions, with_older_forms
 from jmp.autocasting._registry import Category, Rule
@@ -32,7 +32,7 @@ from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
 # An input, as far as it is known: an argument of the function, or what it is made of.
-Given = Argument | MadeOf | None
+Given = Argument | Provenance | None
 
 
 def graph_of(
@@ -164,9 +164,9 @@ class _Flattening:
             node.goes_inside and contains_products(equation, settings)
         )
         node.is_in_full = settings.overrides.get(node.name) is Category.FULL
-        made_of = made_of_results(node)
+        provenance = provenance_of_results(node)
         for value in node.outputs:
-            value.made_of = made_of.of(value)
+            value.provenance = provenance.of(value)
         self.nodes.append(node)
         return node
 
@@ -182,21 +182,21 @@ def _may_go_inside(node: Node, settings: Settings) -> bool:
 
 def _input(aval: Any, given: Given) -> Value:
     if isinstance(given, Value):
-        return Value(aval, known=given.known, made_of=given.made_of, outside=given)
+        return Value(aval, known=given.known, provenance=given.provenance, outside=given)
     if isinstance(given, RowOf):
-        return Value(aval, made_of=given.value.made_of)
-    return Value(aval, made_of=given if isinstance(given, MadeOf) else MadeOf.PRODUCTS)
+        return Value(aval, provenance=given.value.provenance)
+    return Value(aval, provenance=given if isinstance(given, Provenance) else Provenance.PRODUCTS)
 
 
-def _closed_over_value(array: Any, half: np.dtype, held: Any = None) -> Value:
-    known, made_of = known_of(array, half), made_of_array(array)
-    return Value(jax.typeof(array), known=known, made_of=made_of, held=held)
+def _closed_over_value(array: Any, half: np.dtype, literal: Any = None) -> Value:
+    known, provenance = known_of(array, half), provenance_of_array(array)
+    return Value(jax.typeof(array), known=known, provenance=provenance, literal=literal)
 
 
 def _literal(atom: Any) -> Value:
     is_number = np.ndim(atom.val) == 0 and atom.aval.dtype == FLOAT32
     known = Known(float(atom.val)) if is_number else NOTHING
-    return Value(atom.aval, known=known, held=atom.val)
+    return Value(atom.aval, known=known, literal=atom.val)
 
 
 def _known_result(
@@ -211,16 +211,16 @@ def _known_result(
         return first.known._replace(source=first.source if keeps_source else None, array=None)
     if name == "neg":
         constant = None if first.constant is None else -first.constant
-        return Known(constant, is_hard=first.is_hard)
+        return Known(constant, is_extreme=first.is_extreme)
     if dtype_of(equation.outvars[0]) != FLOAT32:
         return NOTHING
     if name == "convert_element_type":
-        is_number = first.held is not None and np.ndim(first.held) == 0
-        constant = float(first.held) if is_number else first.constant
+        is_number = first.literal is not None and np.ndim(first.literal) == 0
+        constant = float(first.literal) if is_number else first.constant
         fits_half = first.fits_half or first.dtype == np.bool_
-        return Known(constant, fits_half, first.is_hard, first.source)
+        return Known(constant, fits_half, first.is_extreme, first.source)
     if rule.keeps_range:
-        return Known(is_hard=any(value.exceeds(half) for value in operands))
+        return Known(is_extreme=any(value.exceeds(half) for value in operands))
     return NOTHING
 
 

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp._jax_compat import Params
-from jmp.autocasting._numbers import NOTHING, Known, MadeOf, dtype_of, fits, shape_of, size_of
+from jmp.autocasting._numbers import NOTHING, Known, Provenance, dtype_of, fits, shape_of, size_of
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region
@@ -31,35 +31,35 @@ class Value:
     aval: Any  # its nominal type, as traced
     producer: "Node | None" = None  # None for inputs, constants and literals
     known: Known = NOTHING
-    made_of: MadeOf = MadeOf.CONSTANTS
-    held: Any = None  # the number or array that the program holds in its place; or None
+    provenance: Provenance = Provenance.CONSTANTS
+    literal: Any = None  # the number or array that the program holds in its place; or None
     outside: "Value | None" = None  # of an input, what comes in from the level outside, if known
     users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
 
     def __post_init__(self) -> None:
         self.dtype = dtype_of(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
-        self.made_of = self.made_of.of(self)
+        self.provenance = self.provenance.of(self)
         # The value of the outermost level that comes in here; the value itself if it is no input.
         self.origin: Value = self if self.outside is None else self.outside.origin
-        self.constant, self.fits_half, self.is_hard, source, *_ = self.known
+        self.constant, self.fits_half, self.is_extreme, source, *_ = self.known
         shape = shape_of(self)
         self.source = shape if source is None else source  # the shape of what it repeats
         self.size = size_of(shape)  # how many elements it has
         self.source_size = min(self.size, size_of(self.source))
         # It repeats an array of one axis at most, such as a bias. A mask has more.
-        self.is_vector = len(self.source) <= 1 and not self.is_hard
+        self.is_vector = len(self.source) <= 1 and not self.is_extreme
         # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
-        self.is_row = sum(n != 1 for n in self.source) <= 1 and not self.is_hard
+        self.is_row = sum(n != 1 for n in self.source) <= 1 and not self.is_extreme
 
     @property
     def varies(self) -> bool:
         """Whether a gradient may flow into it; not into masks, nor into tables of sines."""
-        return self.made_of > MadeOf.TABLES
+        return self.provenance > Provenance.TABLES
 
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""
-        return self.is_hard or (self.constant is not None and not fits(self.constant, half))
+        return self.is_extreme or (self.constant is not None and not fits(self.constant, half))
 
 
 class RowOf(NamedTuple):

@@ -91,7 +91,7 @@ def entering(nodes: Sequence[Node]) -> list[Value]:
     """Returns the values that nodes read from outside, each once."""
     inside = set(nodes)
     values = dict.fromkeys(value for node in nodes for value in node.inputs)
-    return [v for v in values if v.producer not in inside and v.held is None]
+    return [v for v in values if v.producer not in inside and v.literal is None]
 
 
 class Cone(NamedTuple):
@@ -199,11 +199,11 @@ def _key_of(island: Island) -> Hashable:
     numbers: dict[Value, int] = {}
 
     def name(value: Value) -> Hashable:
-        if value.held is None:
+        if value.literal is None:
             return numbers.setdefault(value, len(numbers))
-        if np.ndim(value.held) == 0 and value.dtype is not None and value.dtype.kind in "biufc":
-            return str(value.aval), np.asarray(value.held).tobytes()
-        return "held", id(value.held)
+        if np.ndim(value.literal) == 0 and value.dtype is not None and value.dtype.kind in "biufc":
+            return str(value.aval), np.asarray(value.literal).tobytes()
+        return "literal", id(value.literal)
 
     def describe(node: Node) -> Hashable:
         rewrite, equation = island.rewrites.get(node), node.equation

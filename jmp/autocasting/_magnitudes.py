@@ -92,8 +92,8 @@ MINUS_ONE = Magnitude(-1, -1, 0)
 def magnitude_of_source(value: Value) -> Magnitude:
     """Returns the magnitude of a value of which no more is known than its dtype or its number."""
     dtype, number = dtype_of(value), value.constant
-    if number is None and isinstance(value.held, (bool, int, np.integer)):
-        number = float(value.held)
+    if number is None and isinstance(value.literal, (bool, int, np.integer)):
+        number = float(value.literal)
     if number is not None:
         return Magnitude(number, number, 0)
     if dtype == np.bool_:

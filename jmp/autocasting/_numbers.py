@@ -29,7 +29,7 @@ class Known(NamedTuple):
 
     constant: float | None = None  # the number that every element equals
     fits_half: bool = False  # a half type holds it exactly: it was a boolean
-    is_hard: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
+    is_extreme: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
     source: Shape | None = None  # of the value that it repeats or reshapes; None: its own
     array: Any = None  # the array that the program holds in its place; None: it is computed
     smallest: float = 0.0  # the smallest magnitude of a small one, zero included
@@ -38,7 +38,7 @@ class Known(NamedTuple):
 NOTHING = Known()
 
 
-class MadeOf(enum.IntEnum):
+class Provenance(enum.IntEnum):
     """The sources of a value, down to the inputs of the program; the largest counts."""
 
     CONSTANTS = 0  # literals, iota, and what is computed only from these
@@ -48,14 +48,14 @@ class MadeOf(enum.IntEnum):
     INPUTS = 4  # floating inputs, other arrays that the program closes over, random numbers
     PRODUCTS = 5  # results of products, or something unknown
 
-    def of(self, value: Any) -> "MadeOf":
+    def of(self, value: Any) -> "Provenance":
         """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return self if self <= MadeOf.INTEGERS or is_inexact(value) else MadeOf.INTEGERS
+        return self if self <= Provenance.INTEGERS or is_inexact(value) else Provenance.INTEGERS
 
 
-def made_of_array(array: Any) -> MadeOf:
+def provenance_of_array(array: Any) -> Provenance:
     """Returns what an array that the program closes over, or a reference to one, is made of."""
-    return MadeOf.TABLES if isinstance(array, (np.ndarray, np.generic)) else MadeOf.INPUTS
+    return Provenance.TABLES if isinstance(array, (np.ndarray, np.generic)) else Provenance.INPUTS
 
 
 # Decisions that depend on a size ask one of these three: comparing a symbol is an error of JAX.
@@ -86,9 +86,9 @@ def known_of(array: Any, half: np.dtype) -> Known:
     constant = float(numbers[0]) if (numbers == numbers[0]).all() else None
     magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
     extremes = (magnitudes.max(), magnitudes.min()) if magnitudes.size else ()
-    is_hard = not all(fits(float(x), half) for x in extremes)
+    is_extreme = not all(fits(float(x), half) for x in extremes)
     smallest = float(np.abs(numbers).min())
-    return Known(constant, is_hard=is_hard, array=array, smallest=smallest)
+    return Known(constant, is_extreme=is_extreme, array=array, smallest=smallest)
 
 
 def dtype_of(atom: Any) -> np.dtype | None:

@@ -60,7 +60,7 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         return f"an operand is {value.dtype}" if has_no_half else ""
     if value.producer in inside:
         return ""
-    if value.is_hard:
+    if value.is_extreme:
         return f"{half} does not hold an array of the program"
     if value.constant is not None:
         is_held = fits(value.constant, half)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from jmp.autocasting._exact_products import made_of_results
+from jmp.autocasting._exact_products import provenance_of_results
 from jmp.autocasting._facts import compared_values, read_otherwise_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._numbers import NOTHING, Known
@@ -56,7 +56,7 @@ def scaled_before(graph: Graph) -> Graph:
 def _is_layer(product: Node) -> bool:
     """Returns whether a product is of results and of a parameter: its operands are large."""
     left, right = product.inputs
-    return left.made_of != right.made_of or not (left.is_float32 and right.is_float32)
+    return left.provenance != right.provenance or not (left.is_float32 and right.is_float32)
 
 
 def _scaling_behind(product: Node, outputs: Sequence[Value]) -> Node | None:
@@ -81,7 +81,7 @@ def _place_of_factor(scaling: Node) -> int | None:
 
 
 def _is_plain_number(value: Value) -> bool:
-    return value.constant is not None and value.held is not None and np.ndim(value.held) == 0
+    return value.constant is not None and value.literal is not None and np.ndim(value.literal) == 0
 
 
 def _powers_of_two(scaling: Node) -> int:
@@ -121,7 +121,7 @@ def _with_scaled_operands(product: Node, scaling: Node, powers: int) -> list[Nod
 def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node:
     """Returns a node that scales an operand of a product as another node scales its result."""
     variable: Any = product.equation.invars[side]  # a literal is a scalar, which nobody multiplies
-    read = [variable, Literal(number.held, number.aval)]
+    read = [variable, Literal(number.literal, number.aval)]
     node = dataclasses.replace(
         product,
         equation=scaling.equation.replace(invars=read, outvars=[variable]),
@@ -131,10 +131,10 @@ def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node
     )
     node.has_products = node.is_in_full = node.goes_inside = False
     (scaled,) = node.outputs
-    scaled.made_of = made_of_results(node).of(scaled)
+    scaled.provenance = provenance_of_results(node).of(scaled)
     return node
 
 
 def _number_like(factor: Value, number: float) -> Value:
-    held = np.asarray(number, np.float32)[()]
-    return Value(factor.aval, known=Known(number), held=held)
+    literal = np.asarray(number, np.float32)[()]
+    return Value(factor.aval, known=Known(number), literal=literal)

@@ -400,4 +400,4 @@ class Storage:
         if value.constant is not None:
             return value.exceeds(self.half)
         is_input = value not in self.facts.dependent and not self.facts.is_bias(value)
-        return value.is_hard or (is_input and not value.fits_half)
+        return value.is_extreme or (is_input and not value.fits_half)

@@ -323,12 +323,14 @@ class Provenance(NamedTuple):
     module: str = ""
     source: str = ""
     operation: str = "literal"
-    made_of: frozenset[str] = frozenset()  # "parameters", "data", both or neither
+    provenance: frozenset[str] = frozenset()  # "parameters", "data", both or neither
     depth: int = 0  # how many equations are around the one that made it
 
     def also_of(self, others: Iterable["Provenance"]) -> "Provenance":
         """Returns the provenance of a value that was computed from others, too."""
-        return self._replace(made_of=self.made_of.union(*(other.made_of for other in others)))
+        return self._replace(
+            provenance=self.provenance.union(*(other.provenance for other in others))
+        )
 
 
 LITERAL = Provenance()
@@ -361,7 +363,7 @@ def residuals(
             continue  # an argument, or an array that the function closes over
         if made != ELSEWHERE:
             dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
-            is_copy = made.made_of == {"parameters"}
+            is_copy = made.provenance == {"parameters"}
             held_bytes = size_of(shape) * dtype.itemsize
             place = made.module, made.source, made.operation
             found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=held_bytes)] += 1
@@ -400,7 +402,7 @@ def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Pr
     """Returns the provenance of a value that is one of several: see `Join` of `_propagation`."""
     if deciding:
         # A branch fills in values that it does not keep, which are computed from nothing.
-        chosen = next((choice for choice in choices if choice.made_of), choices[0])
+        chosen = next((choice for choice in choices if choice.provenance), choices[0])
     else:
         # The turn before made the carries of a loop; among equal depths any order would do.
         chosen = max(

@@ -99,7 +99,7 @@ def _signature(step):
 
 def _read(read):
     value = read.value
-    text = "" if value.held is None or value.constant is None else f"{value.constant:g} "
+    text = "" if value.literal is None or value.constant is None else f"{value.constant:g} "
     text += _short(value.dtype)
     text += f">{_short(read.dtype)}" * (read.dtype not in (None, value.dtype))
     return text + " repeated" * (read.shape is not None) + " saturated" * read.saturates

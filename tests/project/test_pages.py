@@ -172,3 +172,11 @@ def test_a_measurement_in_a_sentence_comes_from_a_file(page):
     assert sorted(set(found)) == sorted(NOT_MEASURED.get(str(page.relative_to(ROOT)), [])), (
         "put marks around it (see benchmarks/pages), or leave it out"
     )
+
+
+def test_the_planner_has_few_words_of_its_own():
+    """A reader learns them all: the words of the field come first."""
+    page = (ROOT / "docs" / "internals.md").read_text()
+    table, _, _ = page.partition("## Words")[2].partition("## The rules")
+    _, *words = re.findall(r"^\| ([a-z]+) \|", table, re.MULTILINE)
+    assert 10 < len(words) <= 25

@@ -44,7 +44,7 @@ def constant_of(value: Value) -> Numbers | None:
 def _held(value: Value) -> Any:
     """Returns the numbers of a value that the program holds; None if it has to compute them."""
     value = value.origin
-    return value.known.array if value.held is None else value.held
+    return value.known.array if value.literal is None else value.literal
 
 
 def _is_computable(value: Value) -> bool:

@@ -138,7 +138,7 @@ def _fused_step(
     if refused := limit or why_refused(kernel, form, [*reads, *terms]):
         raise NotFused(f"{kernel.name} does not take it: {refused}")
     all_reads = (*(read for step in group for read in step.reads), *reads, *terms)
-    entering = dict.fromkeys(read.value for read in all_reads if read.value.held is None)
+    entering = dict.fromkeys(read.value for read in all_reads if read.value.literal is None)
     return Fused(
         node=attention.result,
         plain=tuple(runnable_order(group, attention.result.outputs)),
@@ -169,7 +169,7 @@ def _replaced_steps(
 
 def _is_stored(value: Value, step_of: Mapping[Node, Step]) -> bool:
     """Returns whether a value of the level is there for other steps to read."""
-    if value.producer is None or value.held is not None:
+    if value.producer is None or value.literal is not None:
         return True
     step = step_of.get(value.producer)
     if isinstance(step, Island):

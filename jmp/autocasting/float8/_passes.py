@@ -28,7 +28,7 @@ from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, downstream, root
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
-from jmp.autocasting._numbers import MadeOf, dtype_of, shape_of, size_of
+from jmp.autocasting._numbers import Provenance, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
@@ -178,7 +178,8 @@ def why_not_float8(node: Node, level: Level) -> str:
     if context.devices_part:
         return "devices may go different ways here, and would not share its scales"
     if context.request.settings.float8 == "weights" and not any(
-        value not in facts.dependent and value.made_of > MadeOf.INTEGERS for value in node.inputs
+        value not in facts.dependent and value.provenance > Provenance.INTEGERS
+        for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
     if not facts.carried.isdisjoint(node.outputs):
