@@ -15,7 +15,7 @@ compute these in float32, and so does autocast:
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
 
-The flattening follows what a value is made of (`Provenance`) from the inputs on.
+The flattening follows what a value is made of (`ValueProvenance`) from the inputs on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ from jmp import _jax_compat
 from jmp.autocasting._facts import is_low_node, outputs_that_reach, reaching
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
-from jmp.autocasting._numbers import Provenance, dtype_of, is_inexact, provenance_of_array
+from jmp.autocasting._numbers import ValueProvenance, dtype_of, is_inexact, provenance_of_array
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import NO_RULE, Category, is_low, rule_for
 
@@ -48,40 +48,41 @@ def why_exact(operands: Sequence[Value]) -> str:
     number repeated is no table, but for instance where a derivative begins.
     """
     provenance = [value.provenance for value in operands[:2]]
-    if max(provenance) <= Provenance.INTEGERS:
+    if max(provenance) <= ValueProvenance.INTEGERS:
         return WHY_COUNTS
     is_table = any(
-        value.provenance in (Provenance.CONSTANTS, Provenance.TABLES) and value.constant is None
+        value.provenance in (ValueProvenance.CONSTANTS, ValueProvenance.TABLES)
+        and value.constant is None
         for value in operands[:2]
     )
     # Choices and integers look rows up, in a NumPy array too.
-    looks_up = not {Provenance.CHOICES, Provenance.INTEGERS}.isdisjoint(provenance)
-    is_data = max(provenance) <= Provenance.INPUTS and not looks_up
+    looks_up = not {ValueProvenance.CHOICES, ValueProvenance.INTEGERS}.isdisjoint(provenance)
+    is_data = max(provenance) <= ValueProvenance.INPUTS and not looks_up
     return WHY_TABLE if is_table and is_data else ""
 
 
-def provenance_of_results(node: Node) -> Provenance:
-    """Returns the provenance of an equation's floating results (others: see `Provenance.of`)."""
-    found = max((value.provenance for value in node.inputs), default=Provenance.CONSTANTS)
-    if found is Provenance.PRODUCTS:
+def provenance_of_results(node: Node) -> ValueProvenance:
+    """Returns the provenance of an equation's floating results; of others see `ValueProvenance.of`."""
+    found = max((value.provenance for value in node.inputs), default=ValueProvenance.CONSTANTS)
+    if found is ValueProvenance.PRODUCTS:
         return found
     if is_low(node.equation):
         is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
         # The result of a NumPy array counts as a product's; see `why_exact`.
-        has_table = Provenance.TABLES in (value.provenance for value in node.inputs)
-        return found if is_exact and not has_table else Provenance.PRODUCTS
+        has_table = ValueProvenance.TABLES in (value.provenance for value in node.inputs)
+        return found if is_exact and not has_table else ValueProvenance.PRODUCTS
     if _jax_compat.holds_functions(node.equation):
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
-        return max(found, Provenance.INPUTS)
+        return max(found, ValueProvenance.INPUTS)
     if node.name == "eq":
-        return max(found, Provenance.CHOICES)
+        return max(found, ValueProvenance.CHOICES)
     is_moved = node.rule.moves or node.rule.casts
     # A function of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
-    return Provenance.CONSTANTS if found is Provenance.CHOICES and not is_moved else found
+    return ValueProvenance.CONSTANTS if found is ValueProvenance.CHOICES and not is_moved else found
 
 
-def _made_inside(equation: JaxprEqn) -> Provenance:
+def _made_inside(equation: JaxprEqn) -> ValueProvenance:
     """Returns what is made inside an equation, beside its operands.
 
     Arrays that its functions close over, random numbers, and products: exact ones count as well,
@@ -90,12 +91,12 @@ def _made_inside(equation: JaxprEqn) -> Provenance:
     found = list(map(provenance_of_array, _closed_over(equation)))
     for inner in inner_equations(equation):
         if is_low(inner):
-            return Provenance.PRODUCTS
+            return ValueProvenance.PRODUCTS
         found += map(provenance_of_array, _closed_over(inner))
         rule = rule_for(inner.primitive.name)
         if rule.draws_bits or (rule == NO_RULE and not has_kind(inner.primitive.name)):
-            found.append(Provenance.INPUTS)
-    return max(found, default=Provenance.CONSTANTS)
+            found.append(ValueProvenance.INPUTS)
+    return max(found, default=ValueProvenance.CONSTANTS)
 
 
 def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
@@ -127,7 +128,7 @@ def find_angles(
 
 
 def _reads_inputs(product: Node) -> bool:
-    return all(v.is_float32 and v.provenance <= Provenance.INPUTS for v in product.inputs[:2])
+    return all(v.is_float32 and v.provenance <= ValueProvenance.INPUTS for v in product.inputs[:2])
 
 
 def wraps(node: Node) -> bool:

@@ -20,7 +20,7 @@ from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import (
     NOTHING,
     Known,
-    Provenance,
+    ValueProvenance,
     dtype_of,
     known_of,
     provenance_of_array,
@@ -32,7 +32,7 @@ from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
 # An input, as far as it is known: an argument of the function, or what it is made of.
-Given = Argument | Provenance | None
+Given = Argument | ValueProvenance | None
 
 
 def graph_of(
@@ -185,7 +185,9 @@ def _input(aval: Any, given: Given) -> Value:
         return Value(aval, known=given.known, provenance=given.provenance, outside=given)
     if isinstance(given, RowOf):
         return Value(aval, provenance=given.value.provenance)
-    return Value(aval, provenance=given if isinstance(given, Provenance) else Provenance.PRODUCTS)
+    return Value(
+        aval, provenance=given if isinstance(given, ValueProvenance) else ValueProvenance.PRODUCTS
+    )
 
 
 def _closed_over_value(array: Any, half: np.dtype, literal: Any = None) -> Value:

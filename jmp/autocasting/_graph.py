@@ -15,7 +15,15 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp._jax_compat import Params
-from jmp.autocasting._numbers import NOTHING, Known, Provenance, dtype_of, fits, shape_of, size_of
+from jmp.autocasting._numbers import (
+    NOTHING,
+    Known,
+    ValueProvenance,
+    dtype_of,
+    fits,
+    shape_of,
+    size_of,
+)
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Region
@@ -31,7 +39,7 @@ class Value:
     aval: Any  # its nominal type, as traced
     producer: "Node | None" = None  # None for inputs, constants and literals
     known: Known = NOTHING
-    provenance: Provenance = Provenance.CONSTANTS
+    provenance: ValueProvenance = ValueProvenance.CONSTANTS
     literal: Any = None  # the number or array that the program holds in its place; or None
     outside: "Value | None" = None  # of an input, what comes in from the level outside, if known
     users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
@@ -55,7 +63,7 @@ class Value:
     @property
     def varies(self) -> bool:
         """Whether a gradient may flow into it; not into masks, nor into tables of sines."""
-        return self.provenance > Provenance.TABLES
+        return self.provenance > ValueProvenance.TABLES
 
     def exceeds(self, half: np.dtype) -> bool:
         """Returns whether it is known to hold a number that a half type does not."""

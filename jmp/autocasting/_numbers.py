@@ -38,7 +38,7 @@ class Known(NamedTuple):
 NOTHING = Known()
 
 
-class Provenance(enum.IntEnum):
+class ValueProvenance(enum.IntEnum):
     """The sources of a value, down to the inputs of the program; the largest counts."""
 
     CONSTANTS = 0  # literals, iota, and what is computed only from these
@@ -48,14 +48,22 @@ class Provenance(enum.IntEnum):
     INPUTS = 4  # floating inputs, other arrays that the program closes over, random numbers
     PRODUCTS = 5  # results of products, or something unknown
 
-    def of(self, value: Any) -> "Provenance":
+    def of(self, value: Any) -> "ValueProvenance":
         """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return self if self <= Provenance.INTEGERS or is_inexact(value) else Provenance.INTEGERS
+        return (
+            self
+            if self <= ValueProvenance.INTEGERS or is_inexact(value)
+            else ValueProvenance.INTEGERS
+        )
 
 
-def provenance_of_array(array: Any) -> Provenance:
+def provenance_of_array(array: Any) -> ValueProvenance:
     """Returns what an array that the program closes over, or a reference to one, is made of."""
-    return Provenance.TABLES if isinstance(array, (np.ndarray, np.generic)) else Provenance.INPUTS
+    return (
+        ValueProvenance.TABLES
+        if isinstance(array, (np.ndarray, np.generic))
+        else ValueProvenance.INPUTS
+    )
 
 
 # Decisions that depend on a size ask one of these three: comparing a symbol is an error of JAX.

@@ -22,7 +22,7 @@ from jmp.autocasting._casts import cast_all
 from jmp.autocasting._emit import run_plan
 from jmp.autocasting._facts import Destination, Info
 from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._numbers import Provenance
+from jmp.autocasting._numbers import ValueProvenance
 from jmp.autocasting._operations import WARNINGS
 from jmp.autocasting._planner import Planner
 from jmp.autocasting._propagation import walk
@@ -143,7 +143,9 @@ class Program:
         last_pass: str | None = None,
     ) -> Plan:
         request = Request(self.settings, last_pass)
-        graph = graph_of(jaxpr, constants, [Provenance.INPUTS] * len(jaxpr.invars), None, request)
+        graph = graph_of(
+            jaxpr, constants, [ValueProvenance.INPUTS] * len(jaxpr.invars), None, request
+        )
         infos = [Info(value.dtype, True) for value in graph.inputs]
         first = len(infos) - len(in_half)
         for position, half in enumerate(in_half):

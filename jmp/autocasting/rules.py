@@ -68,9 +68,9 @@ FULL = {
 
 # WIDEST: operands must share a dtype. Half, if an operand is half and none requires float32.
 #
-# Parameters and constants do not decide: a float32 bias joins a half activation in half. What
-# requires float32 is the float32 result of another computation, or a constant that a half type does
-# not hold.
+# Parameters and constants do not decide: a float32 bias joins a half activation in half. The
+# float32 result of another computation requires float32, and so does a constant that a half type
+# does not hold.
 
 ONE_DTYPE = "operands must share a dtype"
 MOVES = "operands must share a dtype; moves data"

@@ -138,7 +138,7 @@ def _codes_of_rows(
     value: jax.Array, kind: str, bits: jax.Array, highest: jax.Array, lowest: jax.Array
 ) -> jax.Array:
     facts = jnp.finfo(kind)
-    # What would be rounded to 2**128 is an infinity when it is decoded.
+    # A number that would be rounded to 2**128 is an infinity when it is decoded.
     top = 2.0**128 * (1 - 2.0 ** -(facts.nmant + 1))
     exponent = _exponent(jnp.maximum(highest, lowest), float(facts.max))[..., None]
     size = jnp.clip(value, -top, top) * _exp2(-exponent)
@@ -160,7 +160,7 @@ def _codes_of_blocks(
 ) -> jax.Array:
     exponent, has_sign = _exponent_of_codes(_of_each(highest, value), _of_each(lowest, value))
     code = code_of(bits, value * _exp2(-exponent), MANTISSA, LEAST_EXPONENT)
-    # What XLA computes again beside the peaks may be larger than they are, by a rounding.
+    # Numbers that XLA computes again beside the peaks may exceed them by a rounding.
     code = jnp.minimum(
         _not_lost(code, value, has_sign), jnp.where(has_sign, jnp.uint32(LARGEST_SIGNED), LARGEST)
     )

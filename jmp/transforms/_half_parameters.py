@@ -291,8 +291,8 @@ def with_kahan_summation(
 ) -> Transformation[WithKahanSummationState]:
     """Keeps what rounding took from half parameters, in an array of their own dtype.
 
-    What a parameter lacks is added to the next update (Kahan 1965), so that updates below its
-    spacing add up. Together parameter and compensation have the digits of both: 16 bits in
+    The rest that a parameter lacks is added to the next update (Kahan 1965), so that updates below
+    its spacing add up. Together parameter and compensation have the digits of both: 16 bits in
     bfloat16, 22 in float16. Updates below half a spacing of the compensation are lost: in bfloat16
     below 2**-17 of a weight, in float16 below 2**-23 of it or 2**-25. For bfloat16 prefer
     `with_split_masters`: the same memory, and nothing is lost.

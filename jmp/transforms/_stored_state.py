@@ -85,7 +85,7 @@ def with_stored_state(
     it by less than half a spacing. With `rounding="nearest"` a slowly moving average stops moving:
     it is for arrays that each step replaces as a whole.
 
-    What is stored: float32 arrays of the shape of a parameter, at the end of whose path that
+    These are stored: float32 arrays of the shape of a parameter, at the end of whose path that
     parameter's path stands: Adam's moments, momentum, `MultiSteps`' sums, averages of parameters.
     What else a state holds stays as it is: counts, factored moments, preconditioners. Do not store
     parameters that the state keeps, as `contrib.sam` does, nor moments of which the optimizer takes
@@ -229,7 +229,7 @@ def _peaks_like(
 ) -> dict[str, tuple[jax.Array, ...]]:
     """Returns by path the peaks of the state that comes next; finds many arrays' together.
 
-    What belongs to one parameter is in one reduction, which reads its gradient once; and so are a
+    The arrays of one parameter are in one reduction, which reads its gradient once; and so are a
     few parameters of one shape, whose rows are read side by side.
     """
     found, structure = tree_flatten_with_path(old, is_leaf=is_stored)

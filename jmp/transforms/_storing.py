@@ -103,7 +103,7 @@ def _compiled(kind: Any, act: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class InTree:
-    """What is kept in a tree like the parameters': something for each half leaf, nothing else.
+    """A tree like the parameters' has what is kept: something for each half leaf, nothing else.
 
     Attributes:
       storage: what is kept, and of what.

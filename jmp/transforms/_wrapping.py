@@ -1,4 +1,4 @@
-"""What every transformation here does with the optimizer that it wraps.
+"""The wrapped optimizer, as every transformation here treats it.
 
 A `Wrapper` calls the inner optimizer, with errors that say which trees are wrong, and makes a
 transformation of two functions. The first makes a state, which is then placed on the devices of the

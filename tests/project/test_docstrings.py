@@ -191,7 +191,6 @@ def test_a_star_import_of_an_adapter_gives_the_names_of_its_reference_page(name)
 
 
 PACKAGE = ROOT / "jmp"
-UNMENDED = ("autocasting", "transforms")  # folders whose prose still has these habits
 HABITS = {
     # It may say that nothing else is there: behind "tried alone", nothing else is tried.
     "alone, for only": r"(?<!tried)(?<!runs)(?<!stand)(?<=[\w`'\")]) alone\b",
@@ -237,8 +236,7 @@ def habits_in(path):
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_sentences_have_a_subject_and_the_common_word(path):
-    if path.relative_to(PACKAGE).parts[0] not in UNMENDED:
-        assert habits_in(path) == []
+    assert habits_in(path) == []
 
 
 def test_habits_are_found_in_docstrings_messages_and_comments(tmp_path):

@@ -52,7 +52,7 @@ def axes_repeated_to(axes: Axes, value: Value) -> Axes:
     return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
 
 
-# What a node does with the numbers of an operand.
+# How a node treats the numbers of an operand.
 
 
 def is_identity(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""What the kernels of all platforms share: the form of an attention, and derivatives they lack."""
+"""The kernels of all platforms share this: the form of an attention, and derivatives they lack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

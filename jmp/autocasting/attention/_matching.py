@@ -374,7 +374,7 @@ def _differing_part(value: Value, axes: Axes) -> Labelled:
     return Labelled(value, tuple(() if differing.isdisjoint(axis) else axis for axis in axes))
 
 
-# What the two products read.
+# The operands of the two products.
 
 
 def _queries_and_keys(scores: Node, keys: Label) -> tuple[Labelled, Labelled]:
@@ -410,7 +410,7 @@ def _values(result: Node, side: int, weights: Axes, keys: Label) -> tuple[Labell
     """
     summed, shared = result.params["dimension_numbers"]
     if [weights[i] for i in summed[side]] != [(keys,)]:
-        raise NotFused("its second product does not sum over the keys alone")
+        raise NotFused("its second product sums over more than the keys")
     value = result.inputs[1 - side]
     taken = (*summed[1 - side], *shared[1 - side])
     widths = [n for i, n in enumerate(shape_of(value)) if i not in taken]

@@ -159,7 +159,7 @@ def _with_one_derivative(kernel: OfHeads) -> OfHeads:
     return attention
 
 
-# What the kernels do not compute.
+# Forms that the kernels do not compute.
 
 
 def limit_of(form: Form, query: Value, half: np.dtype) -> str:
@@ -176,11 +176,11 @@ def limit_of(form: Form, query: Value, half: np.dtype) -> str:
     for mask in masking.masks:
         labels = set(labels_of(mask.source.axes))
         if labels & of_heads or (labels & of_rows and labels & of_keys):
-            return "its mask is not known beforehand, and not one of keys alone"
+            return "its mask is not known beforehand, and not only one of keys"
     if masking.constant is not None and not masking.constant.any(-1).all():
         return "its mask hides a row wholly"
     if not _is_exact(form.scale) and (masking.window is not None or masking.constant is not None):
-        return "the kernel for scales that are no powers of two has causal and padding masks alone"
+        return "the kernel for scales that are no powers of two has only causal and padding masks"
     if _jax_compat.is_divided(query):
         return f"XLA cannot divide it among devices; {IN_SHARD_MAP}"
     if _jax_compat.varying_axes(query):

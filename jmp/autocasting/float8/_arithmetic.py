@@ -48,7 +48,7 @@ class Extremes(NamedTuple):
 
 
 class ProductForm(NamedTuple):
-    """What a product in float8 has to know of the program around it."""
+    """How a product in float8 stands in the program around it."""
 
     is_shared: bool  # other products may read its factors
     is_bounded: bool = False  # its cotangent comes with a bound

@@ -28,7 +28,7 @@ from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, downstream, root
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
-from jmp.autocasting._numbers import Provenance, dtype_of, shape_of, size_of
+from jmp.autocasting._numbers import ValueProvenance, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
@@ -178,7 +178,7 @@ def why_not_float8(node: Node, level: Level) -> str:
     if context.devices_part:
         return "devices may go different ways here, and would not share its scales"
     if context.request.settings.float8 == "weights" and not any(
-        value not in facts.dependent and value.provenance > Provenance.INTEGERS
+        value not in facts.dependent and value.provenance > ValueProvenance.INTEGERS
         for value in node.inputs
     ):
         return "it multiplies two activations (float8='all' takes such products)"
@@ -233,9 +233,9 @@ def products_in_float8(steps: Sequence[Step]) -> dict[Node, ProductInFloat8]:
     }
 
 
-# What is sent.
+# Arrays that devices send.
 
-WHY_SENT_IN_FLOAT8 = "float8 products alone read it afterwards: rounded to float8 before it is sent"
+WHY_SENT_IN_FLOAT8 = "only float8 products read it afterwards: rounded to float8 before it is sent"
 
 ROUNDED_NO_FURTHER = (FLOAT32, np.dtype(jnp.bfloat16))  # float8's scales are bfloat16
 

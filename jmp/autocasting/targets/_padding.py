@@ -29,7 +29,7 @@ from jmp.autocasting.attention._axes import Axes, Labelled, is_pointwise, keeps_
 from jmp.autocasting.targets._softmax import KEPT_WEIGHTS
 from jmp.dtypes import FLOAT32
 
-# What a GPU's half products have rows and columns of: XLA pads others to the next multiple.
+# A GPU's half products have so many rows and columns, times a number: XLA pads others.
 MULTIPLE = 8
 
 Pads = tuple[tuple[int, ...], ...]  # the axes of each operand that are padded; () for none
@@ -186,7 +186,7 @@ def _rows_of(softmax: Softmax, island: Island, axes: Mapping[Value, Axes]) -> Va
 
     The rows may be moved before the difference, as `jax.vmap` does. Neither a maximum nor a sum of
     powers changes if rows end with -inf. So the island may have no other reduction, and no other
-    array as long as the rows. What it computes before the rows must be finite for padded scores.
+    array as long as the rows. Its results before the rows must be finite for padded scores.
     """
     others = [node for node in island.nodes if node.rule.reduces and node is not softmax.total]
     if not axes or [node.name for node in others] != ["reduce_max"]:
@@ -253,7 +253,7 @@ def _pads_of(before: Node, after: Node, weights: Labelled) -> tuple[Pads, Pads] 
     row = max(queries, key=scores.shape.__getitem__)
     padded = {key.number: key.length % MULTIPLE, row: n_queries % MULTIPLE}
     pads = [tuple(places[i] for i in places if padded.get(i)) for places in free]
-    # What may lie along an axis of a mesh is not padded.
+    # An axis that may lie along one of a mesh is not padded.
     lengths = [scores.shape[place] for place in padded if padded[place]]
     devices = [n for n in scores.sharding.mesh.shape.values() if n > 1]
     if not lengths or any(length % n == 0 for length in lengths for n in devices):
