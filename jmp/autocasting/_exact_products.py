@@ -62,7 +62,7 @@ def why_exact(operands: Sequence[Value]) -> str:
 
 
 def provenance_of_results(node: Node) -> ValueProvenance:
-    """Returns the provenance of an equation's floating results; of others see `ValueProvenance.of`."""
+    """Returns what an equation's floating results are made of; others: see `ValueProvenance.of`."""
     found = max((value.provenance for value in node.inputs), default=ValueProvenance.CONSTANTS)
     if found is ValueProvenance.PRODUCTS:
         return found

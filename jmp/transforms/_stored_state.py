@@ -87,9 +87,9 @@ def with_stored_state(
 
     These are stored: float32 arrays of the shape of a parameter, at the end of whose path that
     parameter's path stands: Adam's moments, momentum, `MultiSteps`' sums, averages of parameters.
-    What else a state holds stays as it is: counts, factored moments, preconditioners. Do not store
-    parameters that the state keeps, as `contrib.sam` does, nor moments of which the optimizer takes
-    a difference, as `rmsprop(centered=True)` does: rounding can make it negative.
+    Anything else that a state holds stays as it is: counts, factored moments, preconditioners. Do
+    not store parameters that the state keeps, as `contrib.sam` does, nor moments of which the
+    optimizer takes a difference, as `rmsprop(centered=True)` does: rounding can make it negative.
 
     To find scales, other types than bfloat16 run `inner` twice; of the first run a compiled program
     computes only the new state. An infinity or NaN stays one, and in "int8" its whole block does:

@@ -15,8 +15,8 @@ from jmp.autocasting.attention._matching import Bias, Mask
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 ONE_DIRECTION = (
-    "autocast(attention='fused') got {what}: the fused kernel has a first derivative in reverse "
-    "mode alone (jax.grad, jax.vjp). Use attention='plain' for this function."
+    "autocast(attention='fused') got {what}: the fused kernel has only a first derivative in "
+    "reverse mode (jax.grad, jax.vjp). Use attention='plain' for this function."
 )
 
 

@@ -33,7 +33,7 @@ OPERANDS = np.dtype(jnp.float8_e4m3fn)
 GRADIENTS = np.dtype(jnp.float8_e4m3fn)
 
 NO_DERIVATIVE = (
-    "autocast's float8 products have first derivatives in reverse mode alone (jax.grad, jax.vjp): "
+    "autocast's float8 products have only first derivatives in reverse mode (jax.grad, jax.vjp): "
     "the {what} was asked for. Compute what needs it in bfloat16, by "
     "jmp.autocast(fun, 'mixed_bfloat16') or a rule such as ('*', 'mixed_bfloat16')."
 )
