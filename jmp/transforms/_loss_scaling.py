@@ -115,12 +115,13 @@ def with_loss_scale(
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
+        inner_state = wrapper.init_inner_in_float32(params)
         return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
-            inner_state=wrapper.init_inner_in_float32(params),
+            inner_state=inner_state,
         )
 
     def update(
