@@ -167,7 +167,7 @@ def with_loss_scale(
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
             inner_state=select_leaves(flag_of, new, old),
         )
-        # Behind the selects: what they select is no longer what parameters are computed from.
+        # After the selects: they return other arrays than those that parameters are computed from.
         return new_updates, in_kernels_of_parameters(new_state, params, new_updates)
 
     return wrapper.transformation(init, update)

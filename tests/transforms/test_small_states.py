@@ -305,7 +305,7 @@ def test_a_training_goes_through_every_way_and_back_to_float32():
                 functools.partial(np.testing.assert_allclose, rtol=close, atol=1e-30), found, values
             )
             assert bits(new.inner_state) == bits(adam)
-            if first == "stochastic":  # parameters alone: every way holds them
+            if first == "stochastic":  # only parameters: every way holds them
                 assert bits(after) == bits(params)
 
 
