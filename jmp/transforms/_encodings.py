@@ -184,7 +184,7 @@ def _largest(arrays: list[jax.Array], *, only_finite: bool) -> Sequence[jax.Arra
         return jnp.where(jnp.isfinite(x), x, 0) if only_finite else x
 
     def larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        # Not of the arrays before: XLA would write what is left of them to memory.
+        # Counted here and not before the reduction: XLA would write the results to memory.
         return tuple(lax.max(counted(x), counted(y)) for x, y in zip(a, b, strict=True))
 
     if any(map(may_be_sharded, arrays)):  # a reduction of several arrays would gather them

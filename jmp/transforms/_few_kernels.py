@@ -85,7 +85,7 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     checks += [each.all() for each in at_once]
     if in_rows:
         rows = [each.reshape(_row_count(each), -1).all(axis=1) for each in in_rows]
-        # Behind a barrier, or XLA would check each by itself again.
+        # Without the barrier XLA would check each by itself again.
         checks.append(lax.optimization_barrier(jnp.concatenate(rows)).all())
     if not checks:
         return jnp.array(True)

@@ -121,7 +121,7 @@ def check_optimizer_state(opt_state: PyTree) -> None:
     the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
     transformations after loss scaling, because their steps undo on a skip what these changed.
 
-    Raises: ValueError for such an order; TypeError for an optimizer where its state belongs.
+    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
 
     >>> check_optimizer_state(())
     """

@@ -115,12 +115,13 @@ def with_loss_scale(
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
+        inner_state = wrapper.init_inner_in_float32(params)
         return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
-            inner_state=wrapper.init_inner_in_float32(params),
+            inner_state=inner_state,
         )
 
     def update(
@@ -166,7 +167,7 @@ def with_loss_scale(
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
             inner_state=select_leaves(flag_of, new, old),
         )
-        # Behind the selects: what they select is no longer what parameters are computed from.
+        # After the selects: they return other arrays than those that parameters are computed from.
         return new_updates, in_kernels_of_parameters(new_state, params, new_updates)
 
     return wrapper.transformation(init, update)

@@ -4,11 +4,11 @@
 of any format. A half parameter follows by an update that is exactly the difference, in float32, of
 what it becomes and what it is (`difference_to`).
 
-`RandomBits` are a function of where they are used and of nothing else: the bits of an element
-follow from a seed, the count of steps, the path of its array and the index of the element in the
-whole array. So they are equal on any number of devices, under jit and eager, and after a restore;
-no key is stored or split. They are computed where they are used, with some ten integer operations
-an element, and are never written to memory.
+`RandomBits` depend only on their place: the bits of an element follow from a seed, the count of
+steps, the path of its array and the index of the element in the whole array. So they are equal on
+any number of devices, under jit and eager, and after a restore; no key is stored or split. They are
+computed where they are used, with some ten integer operations an element, and are never written to
+memory.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     sum leads back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones
     through, would break flat masters' update into a kernel a tensor.)
 
-    Not `master.astype(dtype).astype(float32)`: XLA drops such a pair of casts on a GPU.
+    `master.astype(dtype).astype(float32)` would not round on a GPU: XLA drops such a pair of casts.
     """
     largest = float(jnp.finfo(dtype).max)
     if jnp.dtype(dtype) == jnp.bfloat16:
@@ -73,7 +73,7 @@ def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
 def widened(x: jax.Array) -> jax.Array:
     """Returns bfloat16 as float32, exactly.
 
-    Not by a cast, which may flush subnormal numbers to zero, and which XLA drops after another.
+    A cast may flush subnormal numbers to zero, and XLA drops a cast after another.
     """
     pattern = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(pattern, jnp.float32)
@@ -120,7 +120,7 @@ def rounded_to(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) ->
     """
     dropped = 23 - mantissa
     pattern = lax.bitcast_convert_type(value, jnp.uint32)
-    # An addition of integers carries into the exponent where the mantissa is full, as it must.
+    # An addition of integers carries into the exponent if the mantissa is full, as it must.
     carried = pattern + (bits >> (32 - dropped))
     normal = lax.bitcast_convert_type(carried >> dropped << dropped, jnp.float32)
     if lowest <= jnp.finfo(jnp.float32).minexp:
@@ -206,8 +206,8 @@ class RandomBits:
         # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of
         # a shape once, and write them to memory.
         index = global_index(like, path, self.spec_of(path), jnp.uint32(third))
-        # Mixed anew for each array and step: where the ranges of two large arrays overlap once,
-        # they do not in the next step.
+        # Mixed anew for each array and step: if the ranges of two large arrays overlap once, they
+        # do not in the next step.
         return _mixed(index ^ _mixed(step ^ first), _mixed(step + second))
 
     def spec_of(self, path: str) -> PartitionSpec | None:

@@ -152,8 +152,9 @@ def with_stored_state(
             decoded = decode_state(inner_state)
             return wrapper.update_inner(updates, gradients, decoded, seen, extra_args)
 
-        # Scales first, and then all again behind barriers: XLA would keep the new state, in
-        # float32, from one pass to the next. From the first run only the state is computed.
+        # Scales are found first; then all is computed again behind barriers. Without them XLA would
+        # keep the new state, in float32, from one pass to the next. The first run computes only the
+        # state.
         old, peaks = _behind_barriers(
             state.inner_state, _peaks_like(state.inner_state, run, updates)
         )
@@ -262,8 +263,8 @@ def _behind_barriers(
 ) -> tuple[PyTree, dict[str, tuple[jax.Array, ...]]]:
     """Returns a state and peaks of which no array can be had before the peaks that belong to it.
 
-    A barrier for each: what goes through one together counts, inside of a shard_map, as different
-    on each device if one of it is. A count is not, nor are parameters that no axis divides.
+    Each array has its own barrier: arrays that share one count, inside of a shard_map, as different
+    on each device if one of them is. A count is not, nor are parameters that no axis divides.
     """
     waited = dict(peaks)
 

@@ -83,8 +83,8 @@ class ParameterStorage:
 def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
     """Calls a function of a storage; outside of a trace compiled, not operation by operation.
 
-    `init` and `masters` are usually called outside of jit, where each operation is compiled for
-    each shape.
+    `init` and `masters` are usually called outside of jit. There JAX would compile each operation
+    for each shape.
 
     Args:
       act: "visible", "beside" or "value".

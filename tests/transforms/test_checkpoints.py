@@ -1,4 +1,4 @@
-"""Checkpoints of one kind of training go on as another; a restore that cannot be right says why."""
+"""Checkpoints of one kind of run go on as another; a restore that cannot be right says why."""
 
 import base64
 import io

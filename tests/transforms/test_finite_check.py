@@ -105,7 +105,7 @@ def test_sharded_gradients_are_never_gathered(mesh):
     gradients, _ = sharded_gradients(mesh)
     tx, state = make()
     found = collectives(tx.update, gradients, state)
-    assert set(found) == {"all-reduce"}  # the flag alone
+    assert set(found) == {"all-reduce"}  # only the flag
     assert len(found) <= len(gradients)
 
 

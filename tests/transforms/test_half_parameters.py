@@ -43,6 +43,17 @@ def test_a_thousand_updates_that_a_half_one_would_lose_are_refused_before_the_fi
         tx.update(params, tx.init(jnp.ones(2)), params)
 
 
+def trained(tx, params, steps):
+    """Returns parameters and state after steps whose scaled gradients are ones."""
+    ones = jax.tree.map(jnp.ones_like, params)
+    step = jax.jit(lambda params, state: tx.update(ones, state, params))
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = step(params, state)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
 def test_both_ways_out_train():
     params = jnp.ones(2, jnp.bfloat16)
     with refused as found:
@@ -53,11 +64,7 @@ def test_both_ways_out_train():
         (make(), jmp.cast_to_full(params)),
         (make(policy), params),
     ):
-        step = jax.jit(lambda params, state, tx=tx: tx.update(jnp.ones(2), state, params))
-        moved, state = start, tx.init(start)
-        for _ in range(100):
-            updates, state = step(moved, state)
-            moved = optax.apply_updates(moved, updates)
+        moved, state = trained(tx, start, 100)
         assert moved.dtype == start.dtype
         np.testing.assert_allclose(transforms.masters(state, moved), 0.99, rtol=1e-5)
 
@@ -90,22 +97,14 @@ def test_trees_of_mixed_dtypes_by_rule_train_under_a_policy_with_half_parameters
     for wide in ("mixed_bfloat16", "mixed_float16", "float32"):
         with refused:
             make(wide).init(params)
-    tx = make(in_half, optax.sgd(1e-4))
-    state, moved = tx.init(params), params
-    step = jax.jit(
-        lambda params, state: tx.update(jax.tree.map(jnp.ones_like, params), state, params)
-    )
-    scale = state.loss_scale.loss_scale
-    for _ in range(50):
-        updates, state = step(moved, state)
-        moved = optax.apply_updates(moved, updates)
+    moved, state = trained(make(in_half), params, 50)
     assert [leaf.dtype for leaf in jax.tree.leaves(moved)] == dtypes
-    full = jmp.cast_to_full(params)
-    expected = jax.tree.map(lambda p: p - 50 * 1e-4 / scale, full)
-    for found, right in zip(
-        jax.tree.leaves(transforms.masters(state, moved)), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(found, right, atol=1e-6)
+    way = 50 * 1e-4 / state.loss_scale.loss_scale
+    jax.tree.map(
+        lambda found, p: np.testing.assert_allclose(found, p - way, atol=1e-6),
+        transforms.masters(state, moved),
+        jmp.cast_to_full(params),
+    )
 
 
 # A half backbone that is frozen, beside float32 parameters of LoRA.

@@ -298,7 +298,7 @@ def restored(folder, like, tx, name="saved"):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A training on eight devices, and the folder that it was saved in."""
+    """A run on eight devices, and the folder that it was saved in."""
     params = sharded(make_mesh((8, 1)))
     params, state = train_step(O2, params, O2.init(params))
     folder = tmp_path_factory.mktemp("sharded")

@@ -241,7 +241,7 @@ def test_float32_parameters_that_are_put_into_a_train_state_are_its_masters_exac
 def test_parameters_of_another_structure_leave_the_state_as_it_is():
     tx = transforms.with_master_params(SGD)
     state = linen.TrainState.create(apply_fn=None, params={"a": PARAMS, "b": PARAMS}, tx=tx)
-    part = state.replace(params=state.params["a"])  # to evaluate an encoder alone
+    part = state.replace(params=state.params["a"])  # to evaluate only an encoder
     assert part.opt_state is state.opt_state
 
 

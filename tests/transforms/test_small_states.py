@@ -171,13 +171,18 @@ ORDERS = {
 }
 
 
+SEEN_FROM_OUTSIDE = ("a chain after it", "inside schedule_free")
+
+
 @every_way
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_that_fail_are_refused_with_the_one_that_does_not(order, way):
     make, sentence = ORDERS[order]
     caller = WAYS[way].__name__
     with pytest.raises(ValueError, match=sentence.format(way=caller)):
-        transforms.check_optimizer_state(make(WAYS[way], caller).init(PARAMS))
+        state = make(WAYS[way], caller).init(PARAMS)
+        if order in SEEN_FROM_OUTSIDE:  # `init` itself refuses the others
+            transforms.check_optimizer_state(state)
 
 
 # The adapters.
@@ -300,7 +305,7 @@ def test_a_training_goes_through_every_way_and_back_to_float32():
                 functools.partial(np.testing.assert_allclose, rtol=close, atol=1e-30), found, values
             )
             assert bits(new.inner_state) == bits(adam)
-            if first == "stochastic":  # parameters alone: every way holds them
+            if first == "stochastic":  # only parameters: every way holds them
                 assert bits(after) == bits(params)
 
 

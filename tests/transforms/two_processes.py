@@ -52,7 +52,7 @@ def three_small_steps(params):
 
 
 def check_both_skip(params, state, process):
-    """Gradients with an infinity on the second process alone: neither moves, both scales halve."""
+    """Gradients with an infinity only on the second process: neither moves, both scales halve."""
     rows = KERNEL.copy()
     rows[12] = np.inf
     place = params["kernel"].sharding
