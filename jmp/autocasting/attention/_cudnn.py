@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jmp.autocasting.attention._axes import spread
 from jmp.autocasting.attention._kernels import (
-    Form,
+    KernelForm,
     Masking,
     differentiated_once,
     in_reverse_mode,
@@ -28,7 +28,7 @@ LOWEST = -(2.0**15)
 SEEN = -1e8
 
 
-def attend(form: Form, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
+def attend(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
     """Returns the attention of half queries, keys and values, in their dtype.
 
     The result of a row whose keys are all masked is the average of the values, as in the plain
@@ -61,7 +61,7 @@ def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
     return jnp.pad(array, added, constant_values=fill) if any(n for _, n in added) else array
 
 
-def _total_bias(form: Form, terms: list[Any]) -> Any:
+def _total_bias(form: KernelForm, terms: list[Any]) -> Any:
     """Returns the float32 sum of biases, -inf for scores that a mask hides; None without either."""
     total = None
     for term, array in zip(form.masking.terms, terms, strict=True):

@@ -30,7 +30,7 @@ from jmp.autocasting._steps import (
 from jmp.autocasting.attention import _cudnn, _pallas
 from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
 from jmp.autocasting.attention._constants import constant_of
-from jmp.autocasting.attention._kernels import Booleans, Form, Masking
+from jmp.autocasting.attention._kernels import Booleans, KernelForm, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,
     Attention,
@@ -48,7 +48,9 @@ class Kernel(NamedTuple):
     platform: str  # as `jax.lax.platform_dependent` names it
     name: str
     attend: Callable[..., Any]
-    limit_of: Callable[[Form, Value, np.dtype], str]  # why it does not take a form; "" if it may
+    limit_of: Callable[
+        [KernelForm, Value, np.dtype], str
+    ]  # why it does not take a form; "" if it may
     takes_constants: bool  # masks without inputs that are neither causal nor a window
     why: str
 
@@ -75,7 +77,7 @@ class FusedAttention:
     """
 
     attend: Callable[..., Any]
-    form: Form
+    form: KernelForm
     reads: tuple[Read, ...]
 
     def bind(self, environment: Environment) -> Any:
@@ -177,7 +179,7 @@ def _is_stored(value: Value, step_of: Mapping[Node, Step]) -> bool:
     return step is not None
 
 
-def why_refused(kernel: Kernel, form: Form, reads: Sequence[Read]) -> str:
+def why_refused(kernel: Kernel, form: KernelForm, reads: Sequence[Read]) -> str:
     """Returns why JAX refuses an attention that reads these values; "" if it does not.
 
     Forward and backward pass are traced: JAX refuses some shapes only there, and all of them if it
@@ -200,7 +202,7 @@ def why_refused(kernel: Kernel, form: Form, reads: Sequence[Read]) -> str:
 # The form.
 
 
-def _form(attention: Attention, kernel: Kernel) -> Form:
+def _form(attention: Attention, kernel: Kernel) -> KernelForm:
     """Returns how a kernel is to compute an attention."""
     row, batch, shared_heads, own_heads = _rows_and_heads(attention)
     heads, keys = (*shared_heads, *own_heads), (attention.keys,)
@@ -208,7 +210,7 @@ def _form(attention: Attention, kernel: Kernel) -> Form:
     (width,) = {*labels_of(attention.query.axes)} - {*attention.batch, *attention.rows}
     (value_width,) = {*labels_of(attention.values.axes)} - {*attention.batch, attention.keys}
     bias_axes = (batch, heads, row, keys)
-    return Form(
+    return KernelForm(
         query=Layout.between(attention.query.axes, (*of_query, (width,))),
         key=Layout.between(attention.key.axes, (*of_key, (width,))),
         values=Layout.between(attention.values.axes, (*of_key, (value_width,))),

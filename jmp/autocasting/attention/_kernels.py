@@ -46,7 +46,7 @@ class Masking(NamedTuple):
         return (behind >= 0) & (self.window is None or behind <= self.window)
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """The arrays of one attention as a kernel takes them, and what it does to the scores.
 
     Queries have the shape (batch, rows, heads, width), keys and values (batch, keys, groups of

@@ -20,7 +20,7 @@ from jmp import _jax_compat
 from jmp.autocasting._graph import Value
 from jmp.autocasting.attention._axes import labels_of
 from jmp.autocasting.attention._kernels import (
-    Form,
+    KernelForm,
     Masking,
     differentiated_once,
     in_reverse_mode,
@@ -35,7 +35,7 @@ IN_SHARD_MAP = "put `jax.shard_map(..., check_vma=False)` around the attention"
 OfHeads = Callable[..., Any]  # of queries, keys, values and segments, heads before positions
 
 
-def attend_on_tpu(form: Form, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
+def attend_on_tpu(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
     """Returns the attention of bfloat16 queries, keys and values.
 
     The result of a row whose keys are all masked is the average of the values, as in the plain
@@ -73,7 +73,7 @@ def _is_exact(scale: float) -> bool:
 # The kernels. Their modules are imported when one is used, because that takes a while.
 
 
-def _splash(form: Form, query: Any, key: Any) -> OfHeads:
+def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
     kernels = _module("splash_attention.splash_attention_kernel")
     rows, keys = query.shape[1], key.shape[1]
     q, k = _tile(rows), _tile(keys)
@@ -107,7 +107,7 @@ def _mask_of(masking: Masking, heads: int, rows: int, keys: int) -> Any:
     return masks.MultiHeadMask(each * (heads // len(each)))
 
 
-def _flash(form: Form, query: Any, key: Any) -> OfHeads:
+def _flash(form: KernelForm, query: Any, key: Any) -> OfHeads:
     kernels = _module("flash_attention")
     q, k = _tile(query.shape[1]), _tile(key.shape[1])
     tiles = kernels.BlockSizes(
@@ -162,7 +162,7 @@ def _with_one_derivative(kernel: OfHeads) -> OfHeads:
 # What the kernels do not compute.
 
 
-def limit_of(form: Form, query: Value, half: np.dtype) -> str:
+def limit_of(form: KernelForm, query: Value, half: np.dtype) -> str:
     """Returns why the kernels do not take an attention computed in `half`; "" if they may."""
     masking = form.masking
     rows, keys = form.query.shape[1], form.key.shape[1]

@@ -121,7 +121,7 @@ class MovedInFloat8:
         """Returns the half array, moved; adds the moved float8 array to the environment."""
         first, *others = operands
         numbers, scale = _in_float8(step.reads[0].value, first, environment)
-        moved = _moved(step.node, [numbers, *others])
+        moved = _moved_numbers(step.node, [numbers, *others])
         for value, array in zip(step.node.outputs, moved, strict=True):
             environment[Float8Of(value)] = Float8(without_reduced(array), scale)
         if self.half is None:
@@ -308,7 +308,7 @@ def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
 
 
-def _moved(node: Node, operands: Sequence[Any]) -> list[Any]:
+def _moved_numbers(node: Node, operands: Sequence[Any]) -> list[Any]:
     """Runs a node that moves its first operand, on float8 numbers."""
     for equation in moves_of(node):
         if is_cast(equation):
