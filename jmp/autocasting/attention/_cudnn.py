@@ -144,30 +144,19 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
 
     @batched.def_vmap
     def rule(size: int, has_axis: Any, *operands: Any) -> Any:
+        has_axis = tuple(has_axis)
         if has_bias:
-            results = _one_after_another(function, operands, tuple(has_axis))
+            rows = jax.tree.map(lambda x, has: x if has else None, operands, has_axis)
+
+            def of_row(row: Any) -> Any:
+                own = lambda x, shared: shared if x is None else x
+                return batched(*jax.tree.map(own, row, operands, is_leaf=lambda x: x is None))
+
+            results = jax.lax.map(of_row, rows)
         else:
-
-            def with_axis(operand: Any, has: bool) -> Any:
-                return operand if has else jnp.broadcast_to(operand, (size, *operand.shape))
-
-            operands = jax.tree.map(with_axis, operands, tuple(has_axis))
+            with_axis = lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape))
+            operands = jax.tree.map(with_axis, operands, has_axis)
             results = _with_batching(jax.vmap(function), has_bias)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
-
-
-def _one_after_another(function: Callable[..., Any], operands: Any, has_axis: Any) -> Any:
-    """Calls a function for each row of the operands that have the axis, one after another."""
-
-    def of_rows(*operands: Any) -> Any:
-        rows = jax.tree.map(lambda x, has: x if has else None, operands, has_axis)
-
-        def of_row(row: Any) -> Any:
-            own = lambda x, shared: shared if x is None else x
-            return function(*jax.tree.map(own, row, operands, is_leaf=lambda x: x is None))
-
-        return jax.lax.map(of_row, rows)
-
-    return _with_batching(of_rows, has_bias=True)(*operands)
