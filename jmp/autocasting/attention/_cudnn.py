@@ -147,11 +147,19 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
 
     @batched.def_vmap
     def rule(size: int, has_axis: Any, *operands: Any) -> Any:
-        def with_axis(operand: Any, has: bool) -> Any:
-            return operand if has else jnp.broadcast_to(operand, (size, *operand.shape))
+        has_axis = tuple(has_axis)
+        if has_bias:
+            rows = jax.tree.map(lambda x, has: x if has else None, operands, has_axis)
 
-        operands = jax.tree.map(with_axis, operands, tuple(has_axis))
-        results = _with_batching(jax.vmap(function), has_bias)(*operands)
+            def of_row(row: Any) -> Any:
+                own = lambda x, shared: shared if x is None else x
+                return batched(*jax.tree.map(own, row, operands, is_leaf=lambda x: x is None))
+
+            results = jax.lax.map(of_row, rows)
+        else:
+            with_axis = lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape))
+            operands = jax.tree.map(with_axis, operands, has_axis)
+            results = _with_batching(jax.vmap(function), has_bias)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
