@@ -140,9 +140,6 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
     does not batch one with a bias (it refuses most shapes, and adds up the gradients of all
     examples), so then examples are computed one after another.
     """
-    if has_bias:
-        in_turn: Callable[..., Any] = jax.custom_batching.sequential_vmap(function)
-        return in_turn
     batched = jax.custom_batching.custom_vmap(function)
 
     @batched.def_vmap
