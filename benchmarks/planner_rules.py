@@ -34,6 +34,7 @@ import numpy as np
 
 import jmp
 from jmp.autocasting import _planner, _reasons
+from jmp.autocasting._exact_products import find_angles
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic, Recompute
 from jmp.autocasting.targets.gpu import GPU
@@ -83,6 +84,10 @@ def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
+def _without_angles(graph: Any) -> Iterator[Any]:
+    return ((level, wrapped, []) for level, wrapped, _ in find_angles(graph))
+
+
 WHY_OPERAND = _reasons._why_operand
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
@@ -124,7 +129,7 @@ RULES = [
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten.why_exact": lambda _: ""}),
-    Rule("angles are exact", {"_flatten.find_angles": lambda _: []}),
+    Rule("angles are exact", {"_flatten.find_angles": _without_angles}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
