@@ -88,7 +88,7 @@ def _level_of(
         for value in dict.fromkeys(node.inputs):
             value.users.append(node)
     for node in nodes:
-        if _may_go_inside(node, request.settings):
+        if has_kind(node.name):
             node.insides = tuple(_insides(node, request))
     own = () if holder is None else constants
     graph = Graph(inputs, nodes, outputs, own)
@@ -159,7 +159,7 @@ class _Flattening:
         place, stays = len(self.nodes), is_marker(equation)
         read = tuple(operands)
         node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
-        node.goes_inside = not node.is_fusible and _may_go_inside(node, settings)
+        node.goes_inside = _goes_inside(node, settings)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
@@ -171,8 +171,8 @@ class _Flattening:
         return node
 
 
-def _may_go_inside(node: Node, settings: Settings) -> bool:
-    if node.region.in_float32 or node.rule.category is Category.FULL:
+def _goes_inside(node: Node, settings: Settings) -> bool:
+    if node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
         return False
     return has_kind(node.name) and kind_of(node.name).goes_inside(settings)
 

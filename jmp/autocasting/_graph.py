@@ -124,7 +124,7 @@ class Node:
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False
     is_in_full: bool = False  # the user named its primitive in `full=`
-    insides: tuple["Inside", ...] = ()  # its functions, where they may be planned as levels
+    insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
         self.name: str = self.equation.primitive.name

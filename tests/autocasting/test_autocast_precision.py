@@ -504,7 +504,7 @@ def test_the_price_is_that_of_the_modelled_limit():
 
 # Dtypes that autocast leaves.
 
-FLOAT64 = "the user chose float64, and autocast lowers float32 alone: cast to it what may be half"
+FLOAT64 = "the user chose float64, and autocast lowers only float32: cast to it what may be half"
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ LEFT = {
     "weights returned": (returned_weights, (), "read elsewhere"),
     "another axis": (
         lambda q, k, v: weigh(jax.nn.softmax(scores(q, k), axis=2), v),
-        (), "not sum over the keys"),
+        (), "sums over more than the keys"),
     "-inf where rows may be empty": (
         lambda q, k, v, mask: weigh(
             jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -jnp.inf)), v),

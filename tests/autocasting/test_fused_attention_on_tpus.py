@@ -165,13 +165,13 @@ LEFT = {
         (normal(9, 1, 2, LENGTH, LENGTH),), "as large as the scores"),
     "a mask of its own for each example": (
         lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask),
-        (OWN_MASK,), "not one of keys alone"),
+        (OWN_MASK,), "not only one of keys"),
     "a mask that depends on an argument, for each head": (
         lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask),
-        (OWN_MASK[:1, :, :1].repeat(2, 1),), "not one of keys alone"),
+        (OWN_MASK[:1, :, :1].repeat(2, 1),), "not only one of keys"),
     "another scale and a window": (
-        functools.partial(window, scale=0.3), (), "causal and padding masks alone"),
-    "another scale and a prefix": (masked(PREFIX, 0.3), (), "causal and padding masks alone"),
+        functools.partial(window, scale=0.3), (), "only causal and padding masks"),
+    "another scale and a prefix": (masked(PREFIX, 0.3), (), "only causal and padding masks"),
     "a row without a key": (masked(np.tril(CAUSAL, -1)), (), "hides a row"),
     "another scale and values of another width": (
         lambda q, k, v: masked(CAUSAL, 0.3)(q, k, v[..., :8]), (), "V model dimension unequal"),

@@ -196,3 +196,19 @@ def test_counts_are_exact(function, inputs, expected, half):
     got = jit(jmp.autocast(function, f"mixed_{half}"), half)(*inputs)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("mark", [jmp.full_precision, jax.custom_vjp, jax.checkpoint])
+def test_a_sine_behind_a_product_in_a_region_leaves_the_layers_before_it_half(mark):
+    inside = mark(lambda x, w: jnp.sin(x @ w))
+    if mark is jax.custom_vjp:
+        inside.defvjp(lambda x, w: (inside(x, w), (x, w)), lambda _, change: (change, change))
+
+    def network(w, x):
+        return jnp.sum(inside(jnp.tanh(x @ w), w))
+
+    equations = equations_of(
+        jmp.autocast(network, "mixed_float16"), jnp.ones((8, 8)), jnp.ones((8, 8))
+    )
+    first = next(equation for equation in equations if equation.primitive.name == "dot_general")
+    assert first.invars[0].aval.dtype == jnp.float16

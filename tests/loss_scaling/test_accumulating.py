@@ -396,7 +396,7 @@ def test_what_is_wrong_is_found_before_the_function_is_called():
         make(2)(1.0, jnp.ones(0))
     with pytest.raises(ValueError, match=r"got key<fry>\[\] as argument 1\['key'\].*split\(key, 2"):
         make(2)(1.0, {"key": jax.random.key(0)})
-    with pytest.raises(TypeError, match=r"got 'train' as argument 2; .* into another argument"):
+    with pytest.raises(TypeError, match=r"got 'train' as argument 2; .* in another argument"):
         make(2, batch_argnums=(1, 2))(1.0, jnp.ones(2), "train")
     with pytest.raises(ValueError, match="found no array in the batch"):
         make(1)(1.0, None)
