@@ -49,10 +49,6 @@ class HardwareTarget(NamedTuple):
             )
         return self._replace(passes=self.passes[: names.index(name) + 1])
 
-    def without(self, name: str) -> "HardwareTarget":
-        """Returns the target without the pass called `name`."""
-        return self._replace(passes=tuple(one for one in self.passes if one.name != name))
-
 
 _TARGETS: dict[str, HardwareTarget] = {}
 

@@ -36,7 +36,7 @@ class Softmax(NamedTuple):
 
     def within(self, nodes: Set[Node]) -> "Softmax | None":
         """Returns what of it is computed by some nodes that are fused; None if no sum is."""
-        if not {self.exp, self.total} <= nodes:
+        if self.total not in nodes or self.exp not in nodes:
             return None
         shift, division = self.shift, self.division
         is_shifted = shift is not None and {shift.sub, shift.maxima} <= nodes
