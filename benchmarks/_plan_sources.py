@@ -356,6 +356,4 @@ def _way(way: random.Random, program: Program) -> tuple[str, dict[str, Any]]:
         options["rules"] = [(way.choice(program.scopes), kept)]
     if program.lower is None and way.random() < 0.08:
         options |= way.choice(OVERRIDES)
-    if way.random() < 0.1:
-        options["inside_custom_vjp"] = True
     return policy, options

@@ -52,7 +52,6 @@ LIKE_FLAX = jmp.DynamicLossScale(
 )
 DYNAMIC = transforms.with_loss_scale(inner, SCALES["dynamic"])
 MASTERS = transforms.with_master_params(inner)
-FLAT = transforms.with_master_params(inner, flat_master=True)
 BOTH = transforms.with_loss_scale(MASTERS, SCALES["dynamic"])
 SPLIT = transforms.with_split_masters(inner)
 
@@ -138,20 +137,6 @@ MIGRATIONS = (
         if old != new
     ),
     Migration(
-        "masters in a tree to flat masters",
-        MASTERS,
-        FLAT,
-        stored="float16",
-        remark="an update of one vector rounds differently",
-    ),
-    Migration(
-        "flat masters to masters in a tree",
-        FLAT,
-        MASTERS,
-        stored="float16",
-        remark="an update of one vector rounds differently",
-    ),
-    Migration(
         "Flax's `DynamicScale` to a dynamic scale",
         inner,
         transforms.with_loss_scale(inner, LIKE_FLAX),
@@ -172,10 +157,10 @@ MIGRATIONS = (
 
 def make_params(stored: str) -> Any:
     values = jnp.linspace(-1, 1, 32)
-    params = {"Dense_0": {"kernel": values[:16] / 3, "bias": values[16:]}}
-    if stored == "float16":
-        return jmp.cast_to_half(params)
-    params["LayerNorm_0"] = {"scale": values[:16] + 2, "bias": values[16:] / 7}
+    params = {
+        "Dense_0": {"kernel": values[:16] / 3, "bias": values[16:]},
+        "LayerNorm_0": {"scale": values[:16] + 2, "bias": values[16:] / 7},
+    }
     policy = {"O2": "O2", "bfloat16": "p=bf16,c=bf16,o=f32"}.get(stored)
     return linen.cast_params(params, policy) if policy else params
 
@@ -213,7 +198,7 @@ WAYS = {"flax.serialization": by_flax, "Orbax": by_orbax}
 def migrated(row: Migration, restored: dict[str, Any]) -> dict[str, Any]:
     """Returns all names after the lines of a migration: `params`, `opt_state` or `state`."""
     known = {"jax": jax, "jnp": jnp, "jmp": jmp, "transforms": transforms, "linen": linen}
-    known |= {"train_state": train_state, "ravel_pytree": ravel_pytree, "tx": row.new}
+    known |= {"train_state": train_state, "tx": row.new}
     names = known | row.more | restored
     exec(compile(row.lines, row.name, "exec"), names)
     if "state" in restored:

@@ -36,9 +36,7 @@ from jmp.loss_scaling import (
     apex_loss_scale,
     deepmind_loss_scale,
     fastai_loss_scale,
-    from_torch_state_dict,
     scaled_value_and_grad,
-    to_torch_state_dict,
     torch_loss_scale,
 )
 from jmp.policy import Policy, get_policy
@@ -82,13 +80,11 @@ __all__ = [
     "cast_to_half",
     "deepmind_loss_scale",
     "fastai_loss_scale",
-    "from_torch_state_dict",
     "full_precision",
     "gather_params",
     "get_policy",
     "half_dtype",
     "scaled_value_and_grad",
     "select_tree",
-    "to_torch_state_dict",
     "torch_loss_scale",
 ]

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
-from jax.interpreters import ad
 
 Params = Mapping[str, Any]
 T = TypeVar("T")
@@ -218,11 +216,6 @@ def called(params: Params) -> core.ClosedJaxpr:
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
 
-def closed_over(params: Params) -> int:
-    """Returns how many operands of a custom_vjp its function closes over: they come first."""
-    return params["num_consts"]
-
-
 def traced_name(jaxpr: Any) -> str:
     """Returns the name of the Python function that a jaxpr was traced from; "" if none is known."""
     source = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "")  # "name at file:1"
@@ -352,11 +345,6 @@ def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
         return [checkpoint_name(*operands, **params)]
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
-
-
-def zero_cotangent(zero: SymbolicZero) -> Any:
-    """Returns a zero that `jax.vjp` takes as a cotangent, of one that a rule was given."""
-    return ad.Zero(zero.aval)
 
 
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:

@@ -7,7 +7,6 @@ errors and the messages again. Rows must be cheap: a mistake that is found befor
 
 import functools
 import re
-import types
 from typing import NamedTuple
 
 import equinox as eqx
@@ -154,7 +153,6 @@ def names():
         "report": report,
         "long_text": "p=f32," * 200_000,
         "many": {f"layer_{i}": np.ones((2, 3), np.float32) for i in range(1000)},
-        "torch": types.SimpleNamespace(state_dict=jmp.to_torch_state_dict(jmp.torch_loss_scale())),
     }
 
 

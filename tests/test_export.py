@@ -26,7 +26,6 @@ HALF = "p=bf16,c=bf16,o=f32"
 WAYS = {
     "scaled": (transforms.mixed_precision(optax.sgd(0.1), "mixed_float16"), jnp.float32),
     "masters": (transforms.with_master_params(optax.sgd(0.1)), jnp.bfloat16),
-    "flat": (transforms.with_master_params(optax.sgd(0.1), flat_master=True), jnp.bfloat16),
     "split": (transforms.mixed_precision(optax.sgd(0.1), HALF, masters="split"), jnp.bfloat16),
     "by chance": (
         transforms.mixed_precision(optax.sgd(0.1), HALF, masters="stochastic"),

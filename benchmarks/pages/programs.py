@@ -1,4 +1,4 @@
-"""The figures of programs: recipes side by side, others, what devices send, times on a GPU."""
+"""The figures of programs: what they move and hold, what devices send, times on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,28 +10,8 @@ from benchmarks._tables import table
 from benchmarks.pages.recipes import limit_text
 from benchmarks.pages.registry import digits, figure, percent, size
 from benchmarks.pages.wire import MIB
-from benchmarks.workloads import UPDATES
 
-# Recipes side by side.
-
-
-def _of_400_tensors(name: str, key: str) -> Callable[[Any], str]:
-    """Returns kernels, or bytes a parameter, of the update of 400 tensors in a recipe."""
-    _, update = UPDATES
-    shared_by = 1 if key == "kernels" else update.parameters
-
-    def make(found: Any) -> str:
-        return f"{found['workloads'][update.name]['recipes'][name][key] / shared_by:.0f}"
-
-    return make
-
-
-for _name in ("masters", "flat-masters"):
-    for _key in ("kernels", "bytes_moved", "temp_bytes"):
-        figure(f"recipes/{_name}-{_key}")(_of_400_tensors(_name, _key))
-
-
-# Other programs for an H200.
+# Programs for an H200.
 
 COST = ("bytes_moved", "temp_bytes", "kernels")
 

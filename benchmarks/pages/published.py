@@ -8,7 +8,6 @@ from benchmarks.pages.registry import figure
 from benchmarks.published import SOURCES
 
 FLOAT16, BFLOAT16 = "autocast float16", "autocast bfloat16"
-INSIDE = "inside_custom_vjp float16"
 BY_HAND, ADAPTER = "by hand float16", "adapter float16"
 BY_HAND_BFLOAT16 = "by hand bfloat16"
 
@@ -142,19 +141,8 @@ def notes(results: list[dict[str, Any]]) -> str:
                 lines.append(f"- {result['title']}, {recipe}: {found['error']}")
         found = result["recipes"][FLOAT16]
         if found.get("others"):
-            lines.append(f"- {result['title']}, not half: {why(found)}.{inside(result)}")
+            lines.append(f"- {result['title']}, not half: {why(found)}.")
     return "\n" + "\n".join(lines) + "\n" if lines else ""
-
-
-def inside(result: dict[str, Any]) -> str:
-    """Returns what the option to go inside custom_vjp functions makes of it; "" for nothing."""
-    before, after = (result["recipes"].get(recipe, {}) for recipe in (FLOAT16, INSIDE))
-    if after.get("half", 0) <= before["half"]:
-        return ""
-    error = error_of(result["recipes"], INSIDE)
-    return (
-        f" With `inside_custom_vjp=True` {after['half']} of {after['products']} are, error {error}."
-    )
 
 
 def why(found: dict[str, Any]) -> str:

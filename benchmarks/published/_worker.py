@@ -37,10 +37,6 @@ def by_autocast(row: Row, model: Model, half: str) -> Callable[..., Any]:
     return jmp.autocast(model.loss, f"mixed_{half}")
 
 
-def by_autocast_inside(row: Row, model: Model, half: str) -> Callable[..., Any]:
-    return jmp.autocast(model.loss, f"mixed_{half}", inside_custom_vjp=True)
-
-
 def by_hand(row: Row, model: Model, half: str) -> Callable[..., Any]:
     cast = row.by_hand == "cast"
     other = model if cast else row.make(dtype=half)
@@ -85,9 +81,6 @@ def measured(source: str, name: str) -> dict[str, Any]:
     recipes = {"float32": reference}
     for recipe, (make, half) in recipes_of(row).items():
         recipes[recipe] = attempt(make, row, model, half, gradients)
-    if recipes["autocast float16"].get("others"):
-        inside = attempt(by_autocast_inside, row, model, "float16", gradients)
-        recipes["inside_custom_vjp float16"] = inside
     return written(row, source, model, recipes)
 
 

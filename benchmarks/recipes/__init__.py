@@ -101,7 +101,6 @@ RECIPES = (
     ),
     Recipe("adapter-unscaled", "ours: adapter, no loss scaling", "ours:adapter_unscaled"),
     Recipe("masters", "ours: half parameters, masters", "ours:masters", "ours:masters_update"),
-    Recipe("flat-masters", "ours: half parameters, flat masters", None, "ours:flat_masters_update"),
 )
 
 

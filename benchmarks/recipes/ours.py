@@ -45,12 +45,6 @@ def masters_update(workload: Any) -> Training:
     return _update(workload, HALF, transforms.with_master_params(workload.optimizer))
 
 
-def flat_masters_update(workload: Any) -> Training:
-    """Masters and moments as one flat vector."""
-    optimizer = transforms.with_master_params(workload.optimizer, flat_master=True)
-    return _update(workload, HALF, optimizer)
-
-
 def _autocast(workload: Any, **options: Any) -> Training:
     loss_fn = workload.loss_fn(workload.module(None).apply)
     loss_fn = jmp.autocast(loss_fn, "mixed_float16", **options)

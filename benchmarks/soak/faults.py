@@ -9,7 +9,6 @@ one right answer.
 """
 
 import argparse
-import dataclasses
 from typing import Any
 
 import jax
@@ -31,21 +30,11 @@ SCALES: dict[str, jmp.LossScale] = {
     "hysteresis": jmp.HysteresisLossScale(2.0**10, period=2, hysteresis=3, max_loss_scale=2.0**20),
     "static": jmp.StaticLossScale(2.0**10),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """How parameters are stored: their dtype, and whether their masters are one vector."""
-
-    dtype: str
-    flat: bool = False
-
-
+# How parameters are stored, and in which dtype.
 STORAGES = {
-    "float32": Storage("float32"),
-    "float16 with masters": Storage("float16"),
-    "bfloat16 with masters": Storage("bfloat16"),
-    "float16 with flat masters": Storage("float16", flat=True),
+    "float32": "float32",
+    "float16 with masters": "float16",
+    "bfloat16 with masters": "bfloat16",
 }
 
 
@@ -73,13 +62,14 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def compare(scale: str, storage: str, steps: int, seed: int) -> dict[str, Any]:
     """Trains both ways, and returns counts and the first steps that differ."""
-    inputs = make_inputs(steps, seed, STORAGES[storage])
-    found = {name: np.asarray(value) for name, value in ours(scale, storage, inputs).items()}
-    expected = numpys(SCALES[scale], inputs, STORAGES[storage])
+    dtype = STORAGES[storage]
+    inputs = make_inputs(steps, seed, dtype)
+    found = {name: np.asarray(value) for name, value in ours(scale, dtype, inputs).items()}
+    expected = numpys(SCALES[scale], inputs, dtype)
     different = [
         f"step {step}: {name}"
         for name, values in expected.items()
-        for step in np.flatnonzero(differs(found[name], values, STORAGES[storage]))[:3]
+        for step in np.flatnonzero(differs(found[name], values))[:3]
     ]
     return {
         "steps": steps,
@@ -89,7 +79,7 @@ def compare(scale: str, storage: str, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def differs(found: np.ndarray, expected: np.ndarray, storage: Storage) -> np.ndarray:
+def differs(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Returns, step by step, whether anything differs in any bit."""
     assert found.shape == expected.shape and found.dtype == expected.dtype, (found, expected)
     width = np.dtype(f"u{expected.dtype.itemsize}")
@@ -97,7 +87,7 @@ def differs(found: np.ndarray, expected: np.ndarray, storage: Storage) -> np.nda
     return rows.any(axis=1)
 
 
-def make_inputs(steps: int, seed: int, storage: Storage) -> dict[str, np.ndarray]:
+def make_inputs(steps: int, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Returns true gradients, and what is put into them after they were scaled."""
     rng = np.random.default_rng(seed)
     size = sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -107,7 +97,7 @@ def make_inputs(steps: int, seed: int, storage: Storage) -> dict[str, np.ndarray
     spoilt = rng.random(steps) < SPOILT
     where = spoilt[:, None] & (rng.integers(size, size=steps)[:, None] == np.arange(size))
     return {
-        "start": rng.standard_normal(size).astype(jnp.dtype(storage.dtype)),
+        "start": rng.standard_normal(size).astype(jnp.dtype(dtype)),
         "gradients": gradients.astype(np.float32),
         "spoilt": spoilt,
         "faults": np.where(where, rng.choice(FAULTS, steps)[:, None], 0.0).astype(np.float32),
@@ -125,19 +115,16 @@ def as_tree(vector: jax.Array) -> dict[str, jax.Array]:
     return {n: p.reshape(s) for (n, s), p in zip(SHAPES.items(), parts, strict=True)}
 
 
-def as_vector(tree: Any) -> jax.Array:
-    if not isinstance(tree, dict):
-        return tree.vector if isinstance(tree, transforms.FlatMasters) else tree
+def as_vector(tree: dict[str, jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.ravel(tree[name]) for name in SHAPES])
 
 
-def ours(scale: str, storage_name: str, inputs: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def ours(scale: str, dtype: str, inputs: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns what a scan over all steps has after each."""
-    storage = STORAGES[storage_name]
-    half = jnp.bfloat16 if storage.dtype == "bfloat16" else jnp.float16
+    half = jnp.bfloat16 if dtype == "bfloat16" else jnp.float16
     inner = optax.chain(optax.trace(DECAY), optax.scale_by_learning_rate(schedule))
-    if storage.dtype != "float32":
-        inner = transforms.with_master_params(inner, flat_master=storage.flat)
+    if dtype != "float32":
+        inner = transforms.with_master_params(inner)
     tx = transforms.with_loss_scale(inner, SCALES[scale])
     params = as_tree(jnp.asarray(inputs["start"]))
 
@@ -150,7 +137,7 @@ def ours(scale: str, storage_name: str, inputs: dict[str, np.ndarray]) -> dict[s
         params = optax.apply_updates(params, updates)
         masters = as_vector(transforms.masters(state, params))
         inside = state.inner_state
-        chain = inside if storage.dtype == "float32" else inside.inner_state
+        chain = inside if dtype == "float32" else inside.inner_state
         after = {
             "finite": state.grads_finite,
             "scale": jnp.float32(state.loss_scale.loss_scale),
@@ -196,9 +183,9 @@ class NumpyScale:
             self.scale = min(self.scale * 2, self.ceiling)
 
 
-def numpys(scale: Any, inputs: dict[str, np.ndarray], storage: Storage) -> dict[str, np.ndarray]:
+def numpys(scale: Any, inputs: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
     """Returns the same by definition, in NumPy."""
-    half = jnp.dtype("bfloat16" if storage.dtype == "bfloat16" else "float16")
+    half = jnp.dtype("bfloat16" if dtype == "bfloat16" else "float16")
     state = NumpyScale(scale)
     masters = inputs["start"].astype(np.float32)
     params, momentum = inputs["start"], np.zeros_like(masters)

@@ -29,7 +29,7 @@ from jmp.loss_scaling import (
     NoOpLossScale,
     StaticLossScale,
 )
-from jmp.transforms import FlatMasters, StoredArray
+from jmp.transforms import StoredArray
 from jmp.transforms._loss_scale_state import check_order, find_loss_scaling
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
@@ -214,9 +214,7 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
         raise ValueError(
             f"A checkpoint holds {described(state)} for a {type(node).__name__}; expected "
             f"{listed(expected)}. Restore into the class that was saved, and change it afterwards: "
-            "a loss scale by jmp.transforms.set_loss_scale(opt_state, new_scale); masters as "
-            "docs/checkpoints.md says under flat masters, because moments and masters change their "
-            "form together."
+            "a loss scale by jmp.transforms.set_loss_scale(opt_state, new_scale)."
         )
     state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
     restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
@@ -308,7 +306,6 @@ for held in (
     StaticLossScale,
     DynamicLossScale,
     HysteresisLossScale,
-    FlatMasters,
     StoredArray,
 ):
     serialization.register_serialization_state(

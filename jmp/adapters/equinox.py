@@ -10,7 +10,7 @@ at all.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -41,7 +41,6 @@ __all__ = ["TrainStep", "autocast", "cast_params", "scaled_value_and_grad", "tra
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
-Aux = TypeVar("Aux")
 
 
 @or_decorator
@@ -160,21 +159,9 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     return result
 
 
-@overload
 def scaled_value_and_grad(
-    fun: Callable[P, Any], loss_scale: LossScale, *, has_aux: Literal[False] = False
-) -> Callable[P, tuple[jax.Array, Any]]: ...
-@overload
-def scaled_value_and_grad(
-    fun: Callable[P, tuple[Any, Aux]], loss_scale: LossScale, *, has_aux: Literal[True]
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
-@overload
-def scaled_value_and_grad(
-    fun: Callable[P, Any], loss_scale: LossScale, *, has_aux: bool
-) -> Callable[P, tuple[Any, Any]]: ...
-def scaled_value_and_grad(
-    fun: Callable[..., Any], loss_scale: LossScale, *, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
+    fun: Callable[P, Any], loss_scale: LossScale, *, has_aux: bool = False
+) -> Callable[P, tuple[Any, Any]]:
     """Like `eqx.filter_value_and_grad`, for a loss times its scale; see
     `jmp.scaled_value_and_grad`.
 
@@ -205,7 +192,8 @@ def scaled_value_and_grad(
         differentiate = differentiate_scaled(_of_params(fun, static), loss_scale, has_aux=has_aux)
         return differentiate(params, *args, **kwargs)
 
-    return wrapped
+    typed: Callable[P, tuple[Any, Any]] = wrapped  # type: ignore[assignment]  # its first is named
+    return typed
 
 
 def train_step(

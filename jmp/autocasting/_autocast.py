@@ -25,7 +25,6 @@ class Options(TypedDict, total=False):
     full: Iterable[Any]
     follow: Iterable[Any]
     recompute: str
-    inside_custom_vjp: bool
     attention: str
     float8: str
     platform: str | None
@@ -90,7 +89,6 @@ def autocast(
     follow: Iterable[Any] = (),
     rules: Sequence[Rule] = (),
     recompute: str = "auto",
-    inside_custom_vjp: bool = False,
     attention: str = "plain",
     float8: str = "weights",
     platform: str | None = None,
@@ -118,7 +116,6 @@ def autocast(
         `("*/norm", "p=f32,c=f32,o=f16")` does the same and rounds what leaves to half.
       recompute: float32 islands such as softmax or LayerNorm keep only their half inputs and are
         computed again in the backward pass: "auto" where that saves memory traffic, "none", "all".
-      inside_custom_vjp: also lower what is inside `jax.custom_vjp` functions and their rules.
       attention: "fused" computes attention by cuDNN's fused kernel in programs for CUDA, and by
         JAX's Pallas kernels in programs that are planned for TPUs (`platform`), where `fun` has
         attention of shapes that JAX supports there; see docs/autocast.md. "plain" computes it as it
@@ -158,7 +155,6 @@ def autocast(
         follow=follow,
         rules=rules,
         recompute=recompute,
-        inside_custom_vjp=inside_custom_vjp,
         attention=attention,
         float8=float8,
         platform=platform,

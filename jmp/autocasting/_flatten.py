@@ -27,7 +27,7 @@ from jmp.autocasting._numbers import (
 )
 from jmp.autocasting._precision import in_regions, with_older_forms
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._request import Request, Settings
+from jmp.autocasting._request import Request
 from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
@@ -159,7 +159,7 @@ class _Flattening:
         place, stays = len(self.nodes), is_marker(equation)
         read = tuple(operands)
         node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
-        node.goes_inside = _goes_inside(node, settings)
+        node.goes_inside = _goes_inside(node)
         node.has_products = node.is_product or (
             node.goes_inside and contains_products(equation, settings)
         )
@@ -171,10 +171,10 @@ class _Flattening:
         return node
 
 
-def _goes_inside(node: Node, settings: Settings) -> bool:
+def _goes_inside(node: Node) -> bool:
     if node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
         return False
-    return has_kind(node.name) and kind_of(node.name).goes_inside(settings)
+    return has_kind(node.name) and kind_of(node.name).goes_inside
 
 
 # Numbers that are known before the program runs.

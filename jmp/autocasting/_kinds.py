@@ -143,9 +143,7 @@ class Level(abc.ABC):
 class Kind:
     """An equation that calls one function once, with all its operands."""
 
-    def goes_inside(self, settings: Settings) -> bool:
-        """Returns whether autocast goes inside; else the equation is bound as it was written."""
-        return True
+    goes_inside = True  # else the equation is bound as it was written
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Returns the rule of the equation, given that of the op table."""

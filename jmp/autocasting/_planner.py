@@ -33,7 +33,6 @@ from jmp.autocasting._precision import why_not_lowered, with_default
 from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
-    WHY_IN_PARTS,
     WHY_LOOKUP,
     WHY_NOT_WIDE,
     WHY_SENT,
@@ -41,7 +40,6 @@ from jmp.autocasting._sending import (
     asks_for_wide,
     find_sent,
     may_be_sent,
-    parts_of_rows,
     sends,
 )
 from jmp.autocasting._steps import (
@@ -144,7 +142,7 @@ class Planner(Level):
     def _light(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
             return self._single(node, Arithmetic.FLOAT32)
-        if has_kind(node.name):
+        if has_kind(node.name) and kind_of(node.name).goes_inside:
             return kind_of(node.name).plan(node, self)
         return self._single(node, _half_arithmetic(node))
 
@@ -157,9 +155,8 @@ class Planner(Level):
         if node in self.facts.embeddings and self.storage.magnitude(node.inputs[0]).exceeds_half:
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if node in self.facts.embeddings and may_be_sent(node):
-            parts = None if node.region.reduces_in_float32 else parts_of_rows(node)
-            single = self._wide(node, WHY_IN_PARTS if parts else WHY_LOOKUP)
-            return single._replace(lowering=MovedWithWideGradient(self.half, parts))
+            single = self._wide(node, WHY_LOOKUP)
+            return single._replace(lowering=MovedWithWideGradient(self.half))
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)

@@ -59,7 +59,6 @@ class Settings:
     rules: Sequence[Rule] = ()
     rules_of_modules: PolicyRules | None = None
     recompute: str = "auto"
-    inside_custom_vjp: bool = False
     attention: str = "plain"
     float8: str = "weights"
     platform: str | None = None

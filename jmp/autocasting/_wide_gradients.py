@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
 from jmp._jax_compat import Params
-from jmp.autocasting._casts import cast, cast_all, repeated
+from jmp.autocasting._casts import cast, cast_all
 from jmp.dtypes import FLOAT32
 
 Run = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
-
-
-class Parts(NamedTuple):
-    """How devices divide the rows of a lookup along their first axis."""
-
-    number: int
-    axes: tuple[str, ...]  # of the mesh
-    mesh: Any
 
 
 def move_rounded(
@@ -43,7 +34,6 @@ def move_rounded(
     operands: Sequence[Any],
     stores: Sequence[np.dtype | None],
     half: np.dtype,
-    parts: Parts | None = None,
 ) -> list[Any]:
     """Runs what moves its first operand, in half; its transpose runs in float32.
 
@@ -51,8 +41,6 @@ def move_rounded(
       run: what moves it; further operands are indices.
       operands: the first is float32, or half already.
       stores: the dtypes of the results.
-      parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
-        those of all are added up.
     """
 
     def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
@@ -61,49 +49,12 @@ def move_rounded(
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         # The rounded array changes as the array does.
         change, indices = cast(tangents[1], FLOAT32), primals[2:]
-        if parts is not None:
-            return cast_all(_look_up_in_parts(run, change, indices[0], half, parts), stores)
         # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
         # that for it.
         return cast_all(run([lax.optimization_barrier(change), *indices]), stores)
 
     # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
     return with_derivative(forward, derivative)(cast(operands[0], half), *operands)
-
-
-def _look_up_in_parts(
-    run: Run, table: Any, indices: Any, half: np.dtype, parts: Parts
-) -> list[Any]:
-    """Looks rows up in one copy of the table for each part of the indices.
-
-    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
-    scatter for each part. Each device holds one of them, which is as large as the single scatter
-    would be. It is rounded, and then added up over devices.
-    """
-    one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
-    tables = lax.with_sharding_constraint(
-        lax.broadcast(cast(table, half), (parts.number,)), NamedSharding(parts.mesh, one_each)
-    )
-    length, *others = indices.shape
-    divided = indices.reshape(parts.number, length // parts.number, *others)
-    (rows,) = jax.vmap(lambda *operands: run(operands))(cast(tables, FLOAT32), divided)
-    return [rows.reshape(length, *rows.shape[2:])]
-
-
-def look_up_half(run: Run, operands: Sequence[Any]) -> list[Any]:
-    """Runs a gather of a half array in half; where its rows are repeated, gradients are float32.
-
-    A GPU casts inside the kernel that moves. A TPU would move float32 numbers.
-    """
-
-    def forward(array: Any, *indices: Any) -> list[Any]:
-        return run([array, *indices])
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        change = cast(tangents[0], FLOAT32)
-        return [cast(moved, primals[0].dtype) for moved in run([change, *primals[1:]])]
-
-    return with_derivative(forward, derivative)(*operands)
 
 
 def multiply_rounded(
@@ -163,33 +114,6 @@ def multiply_to_float32(
         return cast_all(changes, [FLOAT32])
 
     return with_derivative(forward, derivative)(*operands)
-
-
-COLUMNS = 8
-
-
-def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
-    """Returns a float32 row, repeated to `shape` in half; its gradient adds up by a product.
-
-    The product of ones and the half cotangents is their sum in float32, in a TPU's matrix unit. As
-    a sum it takes vector units, which have the most to do there. The ones have eight columns, of
-    which one is read: XLA makes a sum of a product with one column, and the unit has 128 anyway.
-    """
-
-    def forward(row: Any) -> list[Any]:
-        return [cast(repeated(row, shape), half)]
-
-    def derivative(_: Any, tangents: Sequence[Any]) -> list[Any]:
-        ones = jnp.ones((*shape[:-1], COLUMNS), half)
-        change = cast(tangents[0], FLOAT32).reshape(1, shape[-1])
-        change = lax.pad(change, np.float32(0), ((0, COLUMNS - 1, 0), (0, 0, 0)))
-        contracted = (((ones.ndim - 1,), (0,)), ((), ()))
-        outer = lambda left, right: lax.dot_general(left, right, contracted)
-        closed = jax.make_jaxpr(outer)(ones, cast(change, half))
-        return [_run_with(partial(weight_product_p.bind, weight=1), closed, [ones, change])]
-
-    (result,) = with_derivative(forward, derivative)(row)
-    return result
 
 
 _is_differentiated = contextvars.ContextVar("differentiated", default=False)
@@ -315,7 +239,7 @@ def gradient_of_operand(aval: Any, position: int, factors: Sequence[Any], params
 
     transposed = jax.linear_transpose(product, aval.update(dtype=cotangent.dtype))
     closed = jax.make_jaxpr(lambda cotangent: transposed(cotangent)[0])(cotangent)
-    return _run_with(typed_product, closed, [cotangent])
+    return run_with_product(typed_product, closed, [cotangent])
 
 
 def _batched_product(
@@ -324,10 +248,10 @@ def _batched_product(
     half = operands[1 - weight].dtype
     product = jax.vmap(partial(_product, weight=weight, **params), axes)
     closed = jax.make_jaxpr(product)(*(cast(x, half) for x in operands))
-    return _run_with(partial(weight_product_p.bind, weight=weight), closed, operands), 0
+    return run_with_product(partial(weight_product_p.bind, weight=weight), closed, operands), 0
 
 
-def _run_with(product: Callable[..., Any], closed: Any, operands: Sequence[Any]) -> Any:
+def run_with_product(product: Callable[..., Any], closed: Any, operands: Sequence[Any]) -> Any:
     """Runs the jaxpr of one product, and of what moves its operands, with another product."""
     jaxpr, constants = _jax_compat.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))

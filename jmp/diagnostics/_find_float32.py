@@ -64,9 +64,9 @@ def find_float32(
 ) -> Callable[..., "Float32Scopes"]:
     """Returns a function that finds the scopes that `autocast(loss_fn, policy)` needs in float32.
 
-    It is called with the arguments of `loss_fn`. If the policy has float8 products, it also finds
-    the scopes that must not be float8: a scope whose error in half is within the tolerance gets a
-    rule without float8, any other a float32 rule.
+    It is called with the arguments of `loss_fn`. If the policy has float8 products, it finds the
+    scopes that must not be float8 instead, and their rules name the same policy without float8. Ask
+    about that policy before.
 
     The loss and its gradient run once in float32, once with all scopes in half, and, if that is not
     within the tolerance, with groups of scopes in half and everything else in float32: a group that
@@ -119,6 +119,8 @@ def find_float32(
             f"the arguments of the loss in a call of their own: {CALL}."
         )
     tolerance = _checked_tolerance(tolerance, policy)
+    asks_of_float8 = get_policy(policy).product_dtype is not None
+    higher = _without_float8(policy) if asks_of_float8 else "float32"
     check_scale(scale, "find_float32")
     given_rules = list(options.pop("rules", ()))  # an iterator can be read once
     scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
@@ -146,15 +148,13 @@ def find_float32(
         check_numbers(call.arrays, "find_float32", expected)
         with without_warnings_of_plans():
             plan = program.trace(*given).plan
-        in_half, in_float8 = _scopes_of(plan, of_modules=framework is not None)
+        scopes, asked = _scopes_of(plan, of_modules=framework is not None)
         with jax.default_matmul_precision("highest"):
             reference = results_and_gradients(with_scopes, given, argnums, 1.0)
         _check_finite(reference)
 
-        def rules_with(in_float32: Scopes, out_of_float8: Scopes) -> list[Rule]:
-            policies = dict.fromkeys(in_half, str(policy))
-            policies |= dict.fromkeys(out_of_float8, _without_float8(policy))
-            policies |= dict.fromkeys(in_float32, "float32")
+        def rules_with(kept: Scopes) -> list[Rule]:
+            policies = dict.fromkeys(scopes, str(policy)) | dict.fromkeys(kept, higher)
             of_modules = framework is not None
             return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
 
@@ -163,35 +163,41 @@ def find_float32(
             found = results_and_gradients(lowered, given, argnums, scale)
             return comparison_of(policy, scale, found, reference)
 
-        def errors(left_in_half: Scopes, left_in_float8: Scopes) -> Errors:
-            rules = rules_with(frozenset(in_half) - left_in_half, in_float8 - left_in_float8)
+        def errors(low: Scopes) -> Errors:
             with without_warnings_of_plans():
-                return errors_of(comparison(rules))
+                return errors_of(comparison(rules_with(frozenset(scopes) - low)))
 
-        found = search_levels(in_half, in_float8, errors, tolerance)
-        rules = rules_with(found.half.kept, found.float8.kept)
+        errors = functools.cache(errors)
+        found = search(asked, errors, tolerance)
+        rules = rules_with(found.kept)
+        alone = [
+            ScopeAlone(path, *both, is_kept=path in found.kept)
+            for path, both in found.alone.items()
+        ]
         return Float32Scopes(
             policy=str(get_policy(policy)),
+            higher=higher,
             tolerance=tolerance,
             rules=rules,
-            all_half=found.lowest,
-            scopes=_each_alone(found),
+            all_low=errors(frozenset(asked)),
+            scopes=sorted(alone, key=lambda one: -max(one.loss_error, one.gradient_error)),
             comparison=comparison(rules),
         )
 
     return find
 
 
-def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], Scopes]:
-    """Returns the scopes with something in half, in program order, and those with float8 products.
+def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], list[str]]:
+    """Returns the scopes with something in half, and those that are asked about, in program order.
 
-    Scopes have the paths that rules name.
+    Asked about are all, or those with float8 products if the policy has any. Scopes have the paths
+    that rules name.
 
     Raises: ValueError if there is none, or none that a rule could name.
     """
     half, float8 = str(plan.request.settings.compute_dtype), str(OPERANDS)
     in_half: dict[str, None] = {}
-    in_float8 = set()
+    in_float8: dict[str, None] = {}
     for operation in operations_of(steps_of(plan)):
         if operation.node.region.is_decided:  # by an autocast inside
             continue
@@ -203,7 +209,7 @@ def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], Scopes]:
         if half in dtypes:
             in_half[path] = None
         if float8 in dtypes:
-            in_float8.add(path)
+            in_float8[path] = None
     if not in_half:
         raise ValueError(
             "find_float32 got a function in which autocast puts nothing in half: it has no "
@@ -217,7 +223,8 @@ def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], Scopes]:
             "and Equinox that are arguments; elsewhere write with jax.named_scope('head'): "
             "around each part, such as the call of a layer."
         )
-    return list(in_half), frozenset(in_float8)
+    has_float8 = plan.request.settings.policy.product_dtype is not None
+    return list(in_half), list(in_float8 if has_float8 else in_half)
 
 
 def _without_float8(policy: str | Policy) -> str:
@@ -230,7 +237,7 @@ def _without_float8(policy: str | Policy) -> str:
 
 
 class KeptOut(NamedTuple):
-    """The result of a search for one lower precision: half or float8.
+    """The result of a search.
 
     Attributes:
       kept: the scopes that must stay out of it.
@@ -299,68 +306,6 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
 def _halves(group: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     middle = len(group) // 2
     return group[:middle], group[middle:]
-
-
-class Found(NamedTuple):
-    """Which scopes must stay in float32, and which of the others out of float8.
-
-    Attributes:
-      lowest: the errors with every scope as low as the policy says.
-      half: the search with everything else in float32, and nothing in float8.
-      float8: the search with everything else in half, except what must stay in float32.
-    """
-
-    lowest: Errors
-    half: KeptOut = KeptOut()
-    float8: KeptOut = KeptOut()
-
-
-def search_levels(
-    scopes: Sequence[str],
-    in_float8: Scopes,
-    errors: Callable[[Scopes, Scopes], Errors],
-    tolerance: float,
-) -> Found:
-    """Returns the scopes that must stay in float32, and the others that must stay out of float8.
-
-    Half is asked about first, without any float8: if half is within the tolerance and float8 is
-    not, half is the smaller change.
-
-    Args:
-      in_float8: the scopes with float8 products.
-      errors: returns the errors with the first scopes in half, and the second, which are among
-        them, in float8.
-
-    >>> half, float8 = {"a": 0.1, "b": 9, "c": 0.1}, {"a": 0, "c": 0.7}
-    >>> def errors(in_half, in_float8):
-    ...     return sum(half[scope] for scope in in_half) + sum(float8[s] for s in in_float8), 0
-    >>> found = search_levels("abc", frozenset("ac"), errors, tolerance=0.5)
-    >>> sorted(found.half.kept), sorted(found.float8.kept)
-    (['b'], ['c'])
-    """
-    errors = functools.cache(errors)
-    lowest = errors(frozenset(scopes), in_float8)
-    if max(lowest) <= tolerance:
-        return Found(lowest)
-    half = search(scopes, lambda low: errors(low, frozenset()), tolerance)
-    in_half = frozenset(scopes) - half.kept
-    asked = [scope for scope in scopes if scope in in_float8 & in_half]
-    float8 = search(asked, lambda low: errors(in_half, low), tolerance)
-    return Found(lowest, half, float8)
-
-
-def _each_alone(found: Found) -> list[ScopeAlone]:
-    """Returns the scopes that were tried alone, the worst first."""
-    half, float8 = found.half, found.float8
-    alone = [
-        ScopeAlone(path, *errors, in_float32=path in half.kept)
-        for path, errors in half.alone.items()
-    ]
-    alone += [
-        ScopeAlone(path, *errors, False, in_float8=True, out_of_float8=path in float8.kept)
-        for path, errors in float8.alone.items()
-    ]
-    return sorted(alone, key=lambda scope: -max(scope.loss_error, scope.gradient_error))
 
 
 def rules_for(

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from jmp.diagnostics._comparison import Comparison
 from jmp.diagnostics._tables import Report, table
-from jmp.policy import get_policy
 from jmp.rules import Rule
 
 SHOWN = 8
@@ -16,30 +15,25 @@ Errors = tuple[float, float]  # of the loss, of the gradient
 
 @dataclasses.dataclass(frozen=True)
 class ScopeAlone:
-    """The error of the program in which one scope rounds to half and everything else is float32.
+    """The error of the program in which one scope has the policy, and all others what is higher.
 
-    With `in_float8` the products of the scope are float8 instead, and everything else has the
-    dtypes that the rules give.
+    That is float32, or of a policy with float8 products the same without float8.
 
     Attributes:
       path: names of scopes, or of modules, joined by slashes; "" for operations that are in none.
         Operations of an inner scope do not count.
       loss_error, gradient_error: relative errors, see `find_float32`; infinite if they are NaN.
-      in_float32: whether the rules that were found keep it in float32.
-      in_float8: whether it was tried in float8.
-      out_of_float8: whether the rules take its products out of float8.
+      is_kept: whether the rules that were found keep it out of the policy.
 
-    >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, in_float32=True)
-    >>> scope.path, scope.in_float8
-    ('head', False)
+    >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, is_kept=True)
+    >>> scope.path, scope.is_kept
+    ('head', True)
     """
 
     path: str
     loss_error: float
     gradient_error: float
-    in_float32: bool
-    in_float8: bool = False
-    out_of_float8: bool = False
+    is_kept: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,27 +42,29 @@ class Float32Scopes(Report):
 
     Attributes:
       policy: the policy, as text.
+      higher: "float32", or the policy without float8 if it has float8 products.
       tolerance: of the relative errors.
       rules: for `rules=` of `jmp.autocast`; the given rules come first. There is none if no scope
-        has to stay in float32 or out of float8.
-      all_half: the errors of loss and gradient with all scopes in half, and in float8 if the policy
-        asks for it.
-      scopes: the scopes that were tried alone, the worst first, and so all that need a rule. Under
-        a policy with float8 products a scope may appear twice.
+        needs `higher`.
+      all_low: the errors of loss and gradient with all scopes in the policy.
+      scopes: the scopes that were tried alone, the worst first, and so all that need a rule.
       comparison: `compare` of the program with these rules against float32.
 
     >>> from jmp.diagnostics import compare
     >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
-    >>> scopes = Float32Scopes("mixed_bfloat16", 0.01, [], (0.0, 0.0), [], comparison)
+    >>> scopes = Float32Scopes(
+    ...     "mixed_bfloat16", "float32", 0.01, [], (0.0, 0.0), [], comparison
+    ... )
     >>> scopes.rules, scopes.is_within  # exact in bfloat16
     ([], True)
     """
 
     computed: ClassVar[tuple[str, ...]] = ("loss_error", "gradient_error", "is_within")
     policy: str
+    higher: str
     tolerance: float
     rules: list[Rule]
-    all_half: Errors
+    all_low: Errors
     scopes: list[ScopeAlone]
     comparison: Comparison
 
@@ -96,33 +92,27 @@ class Float32Scopes(Report):
         return super().to_dict() | {"rules": rules, "comparison": self.comparison.to_dict()}
 
     def __str__(self) -> str:
-        asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
-        kept = [scope for scope in self.scopes if scope.in_float32 or scope.out_of_float8]
+        is_half = self.higher == "float32"
+        stay = "stay in float32" if is_half else "stay out of float8"
+        kept = [scope for scope in self.scopes if scope.is_kept]
+        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: no scope has to {stay}"]
         if kept:
-            counts = {
-                "in float32": sum(scope.in_float32 for scope in kept),
-                "out of float8": sum(scope.out_of_float8 for scope in kept),
-            }
-            must = [
-                f"{n} scope{'s' * (n > 1)} must stay {where}" for where, n in counts.items() if n
-            ]
-            lines = [f"{asked}: {', '.join(must)}", "rules=["]
+            count = f"{len(kept)} scope{'s' * (len(kept) > 1)} must {stay}"
+            lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {count}", "rules=["]
             lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
             if any(not scope.path for scope in kept):
                 lines.append(
                     f"'' is {NOWHERE}: the loss, and what the outermost module computes itself"
                 )
-        else:
-            float8 = " or out of float8" * (get_policy(self.policy).product_dtype is not None)
-            lines = [f"{asked}: no scope has to stay in float32{float8}"]
-        rows = [("all scopes, without rules", *self.all_half)] if kept else []
+        rows = [("all scopes, without rules", *self.all_low)] if kept else []
         what = "with these rules" if self.rules else "all scopes"
         rows.append((what, self.loss_error, self.gradient_error))
         for scope in self.scopes[: max(SHOWN, len(kept) + 2)]:
-            name = f"{scope.path or NOWHERE} alone{' in float8' * scope.in_float8}"
+            name = f"{scope.path or NOWHERE} alone"
             rows.append((name, scope.loss_error, scope.gradient_error))
         cells = [(name, f"{loss:.2g}", f"{grad:.2g}") for name, loss, grad in rows]
-        lines.append(table(("in half", "loss error", "gradient error"), cells))
+        low = "in half" if is_half else "in float8"
+        lines.append(table((low, "loss error", "gradient error"), cells))
         return "\n".join(lines)
 
 

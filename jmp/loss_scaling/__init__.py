@@ -15,8 +15,6 @@ from jmp.loss_scaling._other_libraries import (
     apex_loss_scale,
     deepmind_loss_scale,
     fastai_loss_scale,
-    from_torch_state_dict,
-    to_torch_state_dict,
     torch_loss_scale,
 )
 from jmp.loss_scaling._static import StaticLossScale
@@ -32,8 +30,6 @@ __all__ = [
     "apex_loss_scale",
     "deepmind_loss_scale",
     "fastai_loss_scale",
-    "from_torch_state_dict",
     "scaled_value_and_grad",
-    "to_torch_state_dict",
     "torch_loss_scale",
 ]

@@ -6,7 +6,7 @@ mistakes.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jmp.loss_scaling._static import StaticLossScale
 from jmp.trees import is_complex, is_floating
 
 P = ParamSpec("P")
-Aux = TypeVar("Aux")
 
 # How models that are no trees of parameters are differentiated, and their gradients accumulated.
 _STEPS = {
@@ -53,25 +52,6 @@ class UnscaledLossWarning(PrecisionWarning):
     """
 
 
-@overload
-def scaled_value_and_grad(
-    fun: Callable[P, Any],
-    loss_scale: LossScale,
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[False] = False,
-    *,
-    allow_int: bool = False,
-) -> Callable[P, tuple[jax.Array, Any]]: ...
-@overload
-def scaled_value_and_grad(
-    fun: Callable[P, tuple[Any, Aux]],
-    loss_scale: LossScale,
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[True] = ...,  # never left out: without it the first of these holds
-    *,
-    allow_int: bool = False,
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
-@overload
 def scaled_value_and_grad(
     fun: Callable[P, Any],
     loss_scale: LossScale,
@@ -79,15 +59,7 @@ def scaled_value_and_grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
-) -> Callable[P, tuple[Any, Any]]: ...
-def scaled_value_and_grad(
-    fun: Callable[..., Any],
-    loss_scale: LossScale,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[Any, Any]]:
     """Like `jax.value_and_grad`, for a loss that is multiplied by a loss scale.
 
     The loss is cast to float32 before it is multiplied: 2**16 is infinite in float16.
@@ -122,7 +94,7 @@ def scaled_value_and_grad(
     )
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_parameters(args, argnums, "scaled_value_and_grad")
         (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
         return ((value, aux), gradients) if has_aux else (value, gradients)

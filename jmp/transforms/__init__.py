@@ -17,7 +17,7 @@ The files, in an order in which to read them:
 2. `_wrapping`: what each transformation here does with the optimizer inside it. `_states` finds our
    states inside an optimizer's, `_placement` puts a new state on the devices of the parameters.
 3. `_storing`: how half parameters are stored, the interface and the step. `_half_parameters` has
-   the four ways, `_flat_masters` masters as one vector, and `_masters` reads and sets them.
+   the four ways, and `_masters` reads and sets them.
 4. `_stored_state`: moments in one or two bytes a number; `_encodings` has the arithmetic.
 5. `_rounding`: rounding to fewer bits, and random bits. `_few_kernels`: the forms of a step that
    compile to few kernels. `_clipping` stands by itself.
@@ -25,7 +25,6 @@ The files, in an order in which to read them:
 
 from jmp.transforms._clipping import clip_by_global_norm
 from jmp.transforms._encodings import StoredArray
-from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._half_parameters import (
     WithKahanSummationState,
     WithMasterParamsState,
@@ -53,7 +52,6 @@ from jmp.transforms._stored_state import (
 )
 
 __all__ = [
-    "FlatMasters",
     "StoredArray",
     "WithKahanSummationState",
     "WithLossScaleState",

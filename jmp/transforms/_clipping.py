@@ -36,8 +36,7 @@ def clip_by_global_norm(
         mapped axes along which a gradient varies. Where JAX does not track that (pmap,
         `check_vma=False`), it means all mapped axes, and every gradient counts as a shard along
         them, as along axes that are named: a replicated one would count once for each device. There
-        name the axes along which all are sharded, and use optax's function if there are none. The
-        one vector of flat masters counts as a shard if any part of it is one.
+        name the axes along which all are sharded, and use optax's function if there are none.
 
     Returns: a transformation without a state. For an ensemble, in which each device trains a model
       of its own, `axis_name` must leave out that axis.

@@ -1,7 +1,7 @@
 """Forms of a step that compile to few kernels, although each of many tensors could take its own.
 
-In the order of a step: `map_gradients` unscales gradients, half ones of convolutions in the order
-of their parameters' axes (`in_order_of_axes`), and `gradients_finite` checks them together.
+In the order of a step: `in_order_of_axes` lays half gradients of convolutions out as their
+parameters are, and `gradients_finite` checks all gradients together.
 `read_from_array` and `flag_by_size` give the flag by which a skipped step selects what it leaves as
 it was, `count_by_size` the count that random bits follow from. `in_kernels_of_parameters` makes a
 TPU update a parameter and its state together. None of them changes a value.
@@ -21,9 +21,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
 from jmp.dtypes import is_half
-from jmp.transforms._flat_masters import map_vectors
 from jmp.transforms._placement import is_on_mesh, parameter_path
-from jmp.transforms._states import has_flat_masters
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 T = TypeVar("T")
@@ -247,28 +245,6 @@ def selected_by_all(selected: jax.Array, *others: jax.Array) -> jax.Array:
         above_16_bits = pattern.astype(jnp.uint16).astype(jnp.uint32) >> 16
         selected = jnp.where(above_16_bits == 0, selected, 0)
     return selected
-
-
-def map_gradients(
-    function: Callable[[PyTree], PyTree], gradients: PyTree, opt_state: optax.OptState
-) -> tuple[PyTree, PyTree]:
-    """Maps a pointwise function over gradients, in the form in which an optimizer reads them.
-
-    That is one vector of each dtype for flat masters, and else `in_order_of_axes`.
-
-    Args:
-      function: takes a tree of gradients.
-      opt_state: the state of the optimizer.
-
-    Returns: the mapped gradients, and the arrays in which to check them.
-
-    >>> map_gradients(lambda tree: tree, {"w": jnp.ones(1)}, ())
-    ({'w': Array([1.], dtype=float32)}, {'w': Array([1.], dtype=float32)})
-    """
-    if has_flat_masters(opt_state):
-        return map_vectors(function, gradients)
-    mapped = function(in_order_of_axes(gradients))
-    return mapped, mapped
 
 
 def in_order_of_axes(gradients: PyTree) -> PyTree:

@@ -19,9 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype
-from jmp.transforms._flat_masters import InOneVector
 from jmp.transforms._rounding import RandomBits, rounded, rounded_by, widened
-from jmp.transforms._storing import InTree, ParameterStorage, stored_by
+from jmp.transforms._storing import ParameterStorage, stored_by
 from jmp.transforms._wrapping import Transformation
 from jmp.trees import PyTree, register_for_export
 
@@ -32,7 +31,7 @@ class WithMasterParamsState(NamedTuple):
 
     Attributes:
       masters: the parameters' tree with a master, float32 or float64, for every half leaf, and
-        `optax.MaskedNode()`, which holds nothing, for every other leaf; or `FlatMasters`.
+        `optax.MaskedNode()`, which holds nothing, for every other leaf.
       inner_state: state of the wrapped optimizer.
 
     >>> import optax
@@ -50,8 +49,6 @@ class WithMasterParamsState(NamedTuple):
 def with_master_params(
     inner: optax.GradientTransformation | optax.MultiSteps,
     master_dtype: DTypeLike = jnp.float32,
-    *,
-    flat_master: bool = False,
 ) -> Transformation[WithMasterParamsState]:
     """Keeps float32 masters of half parameters in the optimizer's state.
 
@@ -78,13 +75,6 @@ def with_master_params(
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
       master_dtype: float32 or float64.
-      flat_master: keep masters, and with them the moments of `inner`, as one flat vector. It is for
-        hundreds of small tensors: an Adam update of 400 takes a few kernels instead of hundreds,
-        and moves more bytes. All parameters must be of one half dtype (give each dtype a group with
-        `optax.partition`). `inner` gets one vector. If its state has other sizes then, it is
-        refused: Muon, Adafactor, masks by path. Do not give it an optimizer that takes the norm
-        of each tensor, as LAMB and LARS do: it would take the norm of the vector. It is for one
-        device: sharded parameters would be gathered on each.
 
     Returns: a transformation whose state is a `WithMasterParamsState`; `update` needs `params`.
 
@@ -93,8 +83,7 @@ def with_master_params(
         another transformation.
       ValueError: half masters; masters around masters; `update` without `params`, or with
         parameters whose dtypes have changed since `init`, or with gradients still to be added up
-        (`unreduced`); in `init`, flat masters of more than one dtype, or of an optimizer that
-        treats a vector in another way than a tree or that cannot be tried on one.
+        (`unreduced`).
 
     >>> import optax
     >>> tx = with_master_params(optax.sgd(1e-4))
@@ -114,10 +103,7 @@ def with_master_params(
             f"with_master_params got master_dtype={master_dtype}; expected float32 or float64: "
             "masters hold updates that are too small for half precision."
         )
-
-    masters = Masters()
-    form = InOneVector(master_dtype) if flat_master else InTree(masters, master_dtype)
-    return stored_by(form, masters, inner)
+    return stored_by(Masters(), inner, master_dtype)
 
 
 class Masters(ParameterStorage):
@@ -190,8 +176,7 @@ def with_split_masters(
     >>> params[0], transforms.masters(state, params)[0]
     (Array(1, dtype=bfloat16), Array(0.99899983, dtype=float32))
     """
-    storage = SplitMasters()
-    return stored_by(InTree(storage), storage, inner)
+    return stored_by(SplitMasters(), inner)
 
 
 class SplitMasters(ParameterStorage):
@@ -314,8 +299,7 @@ def with_kahan_summation(
     >>> params[0], transforms.masters(state, params)[0]
     (Array(0.999, dtype=float16), Array(0.99899983, dtype=float32))
     """
-    storage = KahanSummation()
-    return stored_by(InTree(storage), storage, inner)
+    return stored_by(KahanSummation(), inner)
 
 
 class KahanSummation(ParameterStorage):
@@ -400,9 +384,7 @@ def with_stochastic_rounding(
     True
     """
     storage = StochasticRounding()
-    return stored_by(
-        InTree(storage, bits=RandomBits.of(storage.caller, seed, specs)), storage, inner
-    )
+    return stored_by(storage, inner, bits=RandomBits.of(storage.caller, seed, specs))
 
 
 class StochasticRounding(ParameterStorage):

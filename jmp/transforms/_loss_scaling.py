@@ -17,7 +17,7 @@ from jmp.transforms._few_kernels import (
     flag_by_size,
     gradients_finite,
     in_kernels_of_parameters,
-    map_gradients,
+    in_order_of_axes,
     read_from_array,
 )
 from jmp.transforms._wrapping import Transformation, Wrapper
@@ -133,10 +133,7 @@ def with_loss_scale(
         scale, old = state.loss_scale, state.inner_state
 
         # Unscale, in at least float32.
-        def unscale(scaled: PyTree) -> PyTree:
-            return scale.unscale(cast_to_at_least_float32(scaled))
-
-        gradients, to_check = map_gradients(unscale, updates, old)
+        gradients = scale.unscale(cast_to_at_least_float32(in_order_of_axes(updates)))
 
         # Run `inner`, as if the gradients were finite.
         seen = wrapper.in_float32(params, old)
@@ -145,7 +142,7 @@ def with_loss_scale(
             return new_updates, state._replace(inner_state=new)
 
         # Check the gradients. Devices that share the scale agree.
-        finite = agreed(gradients_finite(to_check), scale, axis_name)
+        finite = agreed(gradients_finite(gradients), scale, axis_name)
         finite = read_from_array(finite, state.grads_finite)
 
         # Select the step; or the state as it was, and updates that change nothing.

@@ -4,7 +4,6 @@ However half parameters are stored: a state's class says which `ParameterStorage
 whose three functions are all that is called here.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ from jax.tree_util import keystr, tree_map_with_path
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
-from jmp.transforms._flat_masters import FlatMasters, as_one_vector
 from jmp.transforms._half_parameters import Masters
 from jmp.transforms._rounding import needs_master, rounded
 from jmp.transforms._storing import ParameterStorage, in_one_program
@@ -195,8 +193,7 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
         is_vector = path == _states.ROOT and shape is not None and len(shape) == 1
         way = (
             "Something between, such as optax.flatten, makes one vector of the parameters before "
-            "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam)), "
-            "or write with_master_params(adam, flat_master=True)."
+            "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam))."
             if is_vector and found is None
             else "Pass the parameters that the optimizer was initialised with."
         )
@@ -237,10 +234,6 @@ def _map_kept(function: Callable[[str, Any, Any], Any], opt_state: S) -> S:
 
     def in_state(state: Any) -> Any:
         kept, storage, name = state[0], _states.STORAGES[type(state)], state._fields[0]
-        if isinstance(kept, FlatMasters):
-            leaves = [function(path, old, storage) for path, old in kept.leaves().items()]
-            vector = as_one_vector(leaves, kept.vector.dtype)
-            return state._replace(**{name: dataclasses.replace(kept, vector=vector)})
         mapped = tree_map_with_path(
             lambda path, old: function(keystr(path), old, storage), kept, is_leaf=_states.is_kept
         )

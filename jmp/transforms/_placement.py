@@ -49,7 +49,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
 
     An array gets the sharding of the parameter that has its shape and whose path is the end of the
     array's own path; if several fit, of the one with the longest path. If none fits, it is
-    replicated on the parameters' mesh: scalars, Adafactor's factored moments, `FlatMasters`.
+    replicated on the parameters' mesh: scalars, Adafactor's factored moments.
 
     Args:
       tx: any optax transformation, or a `MultiSteps` object. It is traced, not run.

@@ -54,8 +54,7 @@ def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
 
     Beyond the range of the dtype that is the largest finite number: from an infinite parameter no
-    sum leads back, since inf - inf is NaN. (A choice by `isfinite(master)`, to let infinite ones
-    through, would break flat masters' update into a kernel a tensor.)
+    sum leads back, since inf - inf is NaN.
 
     `master.astype(dtype).astype(float32)` would not round on a GPU: XLA drops such a pair of casts.
     """

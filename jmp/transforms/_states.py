@@ -20,7 +20,6 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jmp._messages import described, wrong
-from jmp.transforms._flat_masters import FlatMasters
 from jmp.transforms._rounding import needs_master
 from jmp.trees import PyTree, is_array, leaves_by_path
 
@@ -205,11 +204,6 @@ def check_half_ones_are_seen(opt_state: optax.OptState, params: optax.Params) ->
             )
 
 
-def has_flat_masters(opt_state: optax.OptState) -> bool:
-    """Returns whether any parameter group keeps its masters as one vector."""
-    return any(isinstance(kept, FlatMasters) for kept, _ in find_storing(opt_state))
-
-
 def shapes_with_master(opt_state: optax.OptState) -> dict[str, tuple[int, ...] | None]:
     """Returns the shapes of all half parameters that some state stores, of whatever group."""
     shapes: dict[str, tuple[int, ...] | None] = {}
@@ -223,15 +217,11 @@ def shapes_by_path(kept: PyTree) -> dict[str, tuple[int, ...] | None]:
 
     The shape is None if what is kept is empty, as for stochastic rounding.
     """
-    if isinstance(kept, FlatMasters):
-        return dict(zip(kept.paths, kept.shapes, strict=True))
     return {path: getattr(each, "shape", None) for path, each in kept_by_path(kept).items()}
 
 
 def kept_by_path(kept: PyTree) -> dict[str, Any]:
     """Returns what is kept beside each half parameter by path: an array, or an `EmptyState`."""
-    if isinstance(kept, FlatMasters):
-        return dict(kept.leaves())
     return {keystr(path): each for path, each in tree_leaves_with_path(kept, is_leaf=is_kept)}
 
 

@@ -2,12 +2,11 @@
 
 `ParameterStorage` is the interface: three functions of arrays say what a parameter becomes, what is
 kept beside it, and which value the two stand for. `stored_by` makes a transformation of one, which
-runs an optimizer on the values; what is kept is a tree like the parameters (`InTree`), or one
-vector (`InOneVector`). The storages themselves are in `_half_parameters`. `transforms.masters`,
-`set_masters` and `reset_masters` find the storage of a state by the state's class.
+runs an optimizer on the values. The storages themselves are in `_half_parameters`.
+`transforms.masters`, `set_masters` and `reset_masters` find the storage of a state by the state's
+class.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -23,7 +22,6 @@ from jmp.transforms._few_kernels import (
     in_kernels_of_parameters,
     in_order_of_axes,
 )
-from jmp.transforms._flat_masters import InOneVector
 from jmp.transforms._loss_scale_state import check_no_loss_scaling_inside
 from jmp.transforms._rounding import RandomBits, difference_to, needs_master, rounded, widened
 from jmp.transforms._states import STORAGES, find_storing, shapes_by_path
@@ -101,84 +99,6 @@ def _compiled(kind: Any, act: str) -> Callable[..., Any]:
     return jax.jit(getattr(kind(), act))
 
 
-@dataclasses.dataclass(frozen=True)
-class InTree:
-    """A tree like the parameters' has what is kept: something for each half leaf, nothing else.
-
-    Attributes:
-      storage: what is kept, and of what.
-      dtype: of the values.
-      bits: where the storage's random bits come from; None for one that rounds to the nearest.
-    """
-
-    storage: ParameterStorage
-    dtype: DTypeLike = jnp.float32
-    bits: RandomBits | None = None
-
-    def first(self, params: optax.Params, init: Callable[[optax.Params], optax.OptState]) -> PyTree:
-        """Returns what is kept beside the parameters of the first step.
-
-        Args:
-          init: of the optimizer inside.
-        """
-
-        def make(path: tuple[Any, ...], param: Any) -> Any:
-            if not needs_master(param):
-                return optax.MaskedNode()
-            self.storage.check(param, keystr(path))
-            wide = jnp.array(param, self.dtype)
-            return in_one_program(self.storage, "beside", wide, wide, param)
-
-        return tree_map_with_path(make, params)
-
-    def seen_by_inner(self, kept: PyTree, params: optax.Params) -> optax.Params:
-        """Returns what `inner` updates: float32 values, and the parameters that are not half."""
-
-        def seen(param: Any, beside: Any) -> Any:  # what is kept beside one may be any tree
-            if not needs_master(param):
-                return param
-            return in_one_program(self.storage, "value", param, beside)
-
-        return jax.tree.map(seen, params, kept)
-
-    def gradients_for_inner(self, updates: optax.Updates, params: optax.Params) -> optax.Updates:
-        """Returns the gradients as `inner` sees them."""
-        return cast_to_at_least_float32(in_order_of_axes(updates))
-
-    def after(
-        self,
-        kept: PyTree,
-        params: optax.Params,
-        new: PyTree,
-        updates: optax.Updates,
-        count: jax.Array | None,
-    ) -> tuple[PyTree, optax.Updates]:
-        """Returns what is kept after a step, and the updates by which the parameters follow.
-
-        Args:
-          kept: what was kept before the step.
-          new: what `seen_by_inner` returned, with `updates` added to it.
-          updates: what `inner` returned.
-          count: how many steps were taken before, if the state counts them.
-        """
-        count_of = None if count is None else count_by_size(count)
-
-        def follow(path: tuple[Any, ...], param: Any, value: Any, update: Any) -> Any:
-            if not needs_master(param):
-                return optax.MaskedNode(), update
-            bits = None
-            if self.bits and count_of:
-                bits = self.bits.at(keystr(path), param, count_of(param))
-            change = difference_to(self.storage.visible(value, param, bits), param)
-            return self.storage.beside(value, shown_after(change, param), param), change
-
-        leaves, structure = cast(Any, tree_flatten_with_path(params))
-        trees = structure.flatten_up_to(new), structure.flatten_up_to(updates)
-        pairs = [follow(*leaf, *others) for leaf, *others in zip(leaves, *trees, strict=True)]
-        beside, changes = zip(*pairs, strict=True) if pairs else ((), ())
-        return structure.unflatten(beside), structure.unflatten(changes)
-
-
 def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
     """Returns what `optax.apply_updates` makes of a parameter, as float32.
 
@@ -194,19 +114,39 @@ def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
 
 
 def stored_by(
-    form: InTree | InOneVector,
     storage: ParameterStorage,
     inner: optax.GradientTransformation | optax.MultiSteps,
+    dtype: DTypeLike = jnp.float32,
+    bits: RandomBits | None = None,
 ) -> Transformation[Any]:
-    """Returns the transformation that runs `inner` in float32 and stores what comes out."""
+    """Returns the transformation that runs `inner` in float32 and stores what comes out.
+
+    What is kept beside the parameters is a tree like theirs.
+
+    Args:
+      dtype: of the values that `inner` sees.
+      bits: where the storage's random bits come from; None for one that rounds to the nearest.
+    """
     caller, state_type = storage.caller, cast(Any, storage.state_type)
     wrapper = Wrapper[Any](inner, caller, state_type)
     kept_name = state_type._fields[0]
     counts = "count" in state_type._fields
 
+    def first_beside(path: tuple[Any, ...], param: Any) -> Any:
+        if not needs_master(param):
+            return optax.MaskedNode()
+        storage.check(param, keystr(path))
+        wide = jnp.array(param, dtype)
+        return in_one_program(storage, "beside", wide, wide, param)
+
+    def value_of(param: Any, beside: Any) -> Any:  # what is kept beside one may be any tree
+        if not needs_master(param):
+            return param
+        return in_one_program(storage, "value", param, beside)
+
     def init(params: optax.Params) -> Any:
-        kept = form.first(params, wrapper.inner.init)
-        inner_state = wrapper.init_inner(form.seen_by_inner(kept, params))
+        kept = tree_map_with_path(first_beside, params)
+        inner_state = wrapper.init_inner(jax.tree.map(value_of, params, kept))
         for _, inside in find_storing(inner_state):
             raise ValueError(
                 f"{caller} got an inner transformation that contains {inside.caller}, which stores "
@@ -226,17 +166,33 @@ def stored_by(
             )
         kept = state[0]
         _check_stored_as_in_init(params, kept, caller)
-        old = form.seen_by_inner(kept, params)
-        gradients = form.gradients_for_inner(updates, params)
+
+        # Run the optimizer on the values.
+        old = jax.tree.map(value_of, params, kept)
+        gradients = cast_to_at_least_float32(in_order_of_axes(updates))
         full_updates, inner_state = wrapper.update_inner(
             updates, gradients, state.inner_state, old, extra_args
         )
         new = optax.apply_updates(old, full_updates)
-        count = state.count if counts else None
-        kept, half_updates = form.after(kept, params, new, full_updates, count)
-        changed = {kept_name: kept, "inner_state": inner_state}
+
+        # Store the new values: parameters follow by `changes`.
+        count_of = count_by_size(state.count) if counts else None
+
+        def follow(path: tuple[Any, ...], param: Any, value: Any, update: Any) -> Any:
+            if not needs_master(param):
+                return optax.MaskedNode(), update
+            drawn = bits.at(keystr(path), param, count_of(param)) if bits and count_of else None
+            change = difference_to(storage.visible(value, param, drawn), param)
+            return storage.beside(value, shown_after(change, param), param), change
+
+        leaves, structure = cast(Any, tree_flatten_with_path(params))
+        trees = structure.flatten_up_to(new), structure.flatten_up_to(full_updates)
+        pairs = [follow(*leaf, *others) for leaf, *others in zip(leaves, *trees, strict=True)]
+        beside, changes = zip(*pairs, strict=True) if pairs else ((), ())
+        changed = {kept_name: structure.unflatten(beside), "inner_state": inner_state}
         if counts:
             changed["count"] = optax.safe_increment(state.count)
+        half_updates = structure.unflatten(changes)
         return half_updates, in_kernels_of_parameters(
             state._replace(**changed), params, half_updates
         )

@@ -154,12 +154,6 @@ def custom_vjp(x, w):
     return halved(x @ w, w) @ w
 
 
-@planned(X, W, inside_custom_vjp=True)
-def inside_custom_vjp(x, w):
-    """Unless the caller says otherwise."""
-    return halved(x @ w, w) @ w
-
-
 @planned(X, W)
 def constants_of_a_jit(x, w):
     """Arrays that a function inside holds by itself are neutral and fixed."""
@@ -462,10 +456,10 @@ def custom_derivatives_without_products(x, w):
     return shifted(y) @ w, grown(z) @ w, passed(v) @ w, clipped(u) @ w
 
 
-@planned(X, W, inside_custom_vjp=True)
-def custom_vjp_without_products_gone_into(x, w):
-    """Also where the caller goes inside; what an island cannot hold is a level of its own."""
-    return passed(x @ w) @ w, sorted_rows(x @ w) @ w
+@planned(X, W)
+def custom_jvp_that_no_island_holds(x, w):
+    """What an island cannot hold is a level of its own."""
+    return sorted_rows(x @ w) @ w
 
 
 @planned(X, W, full=["dot_general"])

@@ -170,7 +170,7 @@ def test_two_half_dtypes_in_one_model_are_refused(adapter):
 def test_autocasts_options_are_taken(adapter):
     params, statistics = adapter.init()
     full = ["conv_general_dilated"]
-    loss_fn = loss_of(adapter, "mixed_float16", full=full, inside_custom_vjp=True)
+    loss_fn = loss_of(adapter, "mixed_float16", full=full, recompute="none")
     products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
     assert products == {"float16": 1, "float32": PRODUCTS - 1}
     with pytest.raises(ValueError, match="recompute='sometimes'"):

@@ -66,7 +66,7 @@ def said(function, *args, **options):
         (
             lambda x: custom(precise(precise(x))),
             "2 products: the user asked for precision=HIGHEST; "
-            "1: inside a custom_vjp, which runs as written (inside_custom_vjp=True lowers it). ",
+            "1: inside a custom_vjp, which runs as written (an autocast inside it lowers it). ",
         ),
         (
             lambda x: precise(jmp.full_precision(precise)(x)),
@@ -99,7 +99,6 @@ SILENT = {
         lambda x: jnp.matmul(*2 * [x.astype("bfloat16")], preferred_element_type="float32"), {}
     ),
     "one is lowered": (lambda x: precise(x @ x), {}),
-    "inside custom_vjp": (custom, {"inside_custom_vjp": True}),
     "a derivative of its own": (jax.nn.silu, {}),
 }  # fmt: skip
 

@@ -174,20 +174,3 @@ def test_a_bias_has_all_derivatives_on_a_tpu():
     bias, x = jnp.linspace(-1, 1, 8), jnp.ones((1024, 8)) / 4
     mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
     assert_all_derivatives(mixed, loss, 0.02, bias, x)
-
-
-def test_rows_of_a_half_array_are_looked_up_in_half_and_their_gradients_add_up_in_float32():
-    """A row that is read 4096 times has a gradient of 4096."""
-    places = jnp.zeros(4096, jnp.int32)
-
-    def loss(w, x):
-        rows = (x @ w)[places + (x.sum() > 1e9)]
-        return jnp.sum(rows @ jnp.eye(8))
-
-    mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
-    w, x = jnp.eye(8), jnp.ones((4, 8))
-    text = str(jax.make_jaxpr(mixed)(w, x))
-    assert re.search(r"bf16\[4096,8\] = gather", text)
-    assert not re.search(r"f32\[4096,8\] = gather", text)
-    np.testing.assert_array_equal(jax.grad(mixed)(w, x), 4096)
-    np.testing.assert_array_equal(jax.jacfwd(mixed)(w, x), 4096)

@@ -77,7 +77,7 @@ def test_planted_culprits_are_found(count, culprits):
     loss, params, x = network([culprits.get(i, harmless) for i in range(count)])
     found = diagnostics.find_float32(loss, F16, tolerance=0.005)(params, x)
     assert sorted(paths_of(found)) == sorted(f"layer_{i}" for i in culprits)
-    assert max(found.all_half) == np.inf
+    assert max(found.all_low) == np.inf
     assert found.is_within
     assert "with these rules" in str(found)
     # `compare` says the same of these rules.
@@ -173,28 +173,30 @@ def test_float8_culprits_among_8_are_taken_out_of_float8(culprits):
     found = diagnostics.find_float32(loss, F8)(params, x)
     assert sorted(found.rules) == [(f"layer_{i}", BF16) for i in culprits]
     assert found.tolerance == 0.125 and found.is_within
-    assert (max(found.all_half) > 0.25) == bool(culprits)
-    assert not any(scope.in_float32 for scope in found.scopes)
-    assert {f"layer_{i}" for i in culprits} <= {x.path for x in found.scopes if x.in_float8}
+    assert (max(found.all_low) > 0.25) == bool(culprits)
+    assert {f"layer_{i}" for i in culprits} == {x.path for x in found.scopes if x.is_kept}
     if culprits:
         assert f"{len(culprits)} scope{'s' * (len(culprits) > 1)} must stay out of float8" in str(
             found
         )
         return
-    assert "no scope has to stay in float32 or out of float8" in str(found)
-    assert found.all_half[1] == found.gradient_error
+    assert "no scope has to stay out of float8" in str(found)
+    assert found.all_low[1] == found.gradient_error
     assert found.gradient_error > 0.03
 
 
 @pytest.mark.usefixtures("small_is_float8")
-def test_what_bfloat16_cannot_is_float32_and_what_float8_cannot_is_bfloat16():
+def test_what_bfloat16_cannot_is_asked_first_and_then_what_float8_cannot():
     loss, params, x = network([harmless, crushed, harmless, cancels, harmless])
-    found = diagnostics.find_float32(loss, F8, tolerance=0.07)(params, x)
-    assert found.rules == [("layer_1", BF16), ("layer_3", "float32")]
+    half = diagnostics.find_float32(loss, BF16, tolerance=0.07)(params, x)
+    assert half.rules == [("layer_3", "float32")]
+    find = diagnostics.find_float32(loss, F8, tolerance=0.07, rules=half.rules)
+    found = find(params, x)
+    assert found.rules == [("layer_3", "float32"), ("layer_1", BF16)]
     assert found.is_within
-    assert "1 scope must stay in float32, 1 scope must stay out of" in str(found)
+    assert "1 scope must stay out of float8" in str(found)
     data = json.loads(json.dumps(found.to_dict()))["scopes"]
-    assert [s["path"] for s in data if s["out_of_float8"]] == ["layer_1"]
+    assert [s["path"] for s in data if s["is_kept"]] == ["layer_1"]
 
 
 @pytest.mark.usefixtures("small_is_float8")
@@ -216,7 +218,7 @@ def test_a_float8_culprit_in_a_loop_leaves_its_neighbours_in_float8():
     assert found.rules == [("trunk/first", BF16)]
     assert found.is_within
     (second,) = (scope for scope in found.scopes if scope.path == "trunk/second")
-    assert second.in_float8 and not second.out_of_float8
+    assert not second.is_kept
 
 
 # Programs of other sorts.

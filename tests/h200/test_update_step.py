@@ -93,19 +93,6 @@ def test_small_states_move_and_hold_what_they_say(h200, name):
     assert program.temp_bytes <= 0.1 * numbers
 
 
-@pytest.mark.full
-def test_flat_masters_update_many_small_tensors_in_few_kernels(h200):
-    shapes = [(256, 256)] * 60 + [(256,)] * 60
-    tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)
-    tx = transforms.with_loss_scale(tx, jmp.torch_loss_scale())
-    program = compiled_update(h200, tx, jnp.float16, shapes)
-    measured = program.bytes_moved / (60 * 256 * 257)
-    print(f"\nflat: {measured:.2f} bytes a parameter, {program.kernels} kernels")
-    assert program.kernels <= 14
-    assert measured <= 44.5
-    assert program.copies == program.conditionals == 0
-
-
 def test_matrices_of_many_shapes_take_one_kernel_each_to_check(h200):
     shapes = [(640 + 16 * i, 1024) for i in range(12)]
     tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.torch_loss_scale())

@@ -169,13 +169,6 @@ def test_one_parameter_on_a_mesh_is_enough_to_place_its_state_under_jit():
     assert state.inner_state[0].mu["kernel"].sharding.spec == P("x")
 
 
-def test_flat_masters_and_their_moments_are_replicated():
-    params = {"kernel": sharded(make_mesh())["a"]["kernel"]}
-    tx = transforms.with_master_params(optax.adam(1e-3), flat_master=True)
-    for init in (tx.init, jax.jit(tx.init)):
-        assert check_placed(init(params), params, tx).masters.vector == P()
-
-
 def test_on_one_device_init_traces_what_it_traced_before():
     params = {"w": jnp.ones(3, jnp.float16)}
     program = str(jax.make_jaxpr(O2.init)(params))

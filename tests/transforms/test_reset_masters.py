@@ -20,20 +20,17 @@ LOADED = jax.tree.map(lambda p: 3 * p, PARAMS)
 SGD = optax.sgd(0.5)
 
 
-def grouped(**options):
-    labels = {"a": "half", "b": "half", "norm": "float32"}
-    groups = {"half": transforms.with_master_params(SGD, **options), "float32": SGD}
-    return optax.partition(groups, labels)
-
-
+GROUPED = optax.partition(
+    {"half": transforms.with_master_params(SGD), "float32": SGD},
+    {"a": "half", "b": "half", "norm": "float32"},
+)
 OPTIMIZERS = {
     "a tree": transforms.with_master_params(SGD),
     "under loss scaling": transforms.mixed_precision(SGD, "O2", jmp.StaticLossScale(1.0)),
     "last in a chain": optax.chain(optax.scale(1.0), transforms.with_master_params(SGD)),
-    "in a partition": grouped(),
-    "flat, in a partition": grouped(flat_master=True),
+    "in a partition": GROUPED,
 }
-FLAT = transforms.with_master_params(optax.sgd(2.0**-13), flat_master=True)
+SMALL_STEPS = transforms.with_master_params(optax.sgd(2.0**-13))
 every_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
@@ -77,23 +74,20 @@ def test_a_state_without_masters_is_returned_as_it_is():
         ({**LOADED, "b": jnp.ones(3)}, r"got the shape \(3,\) for params\['b'\]"),
     ],
 )
-@pytest.mark.parametrize("flat_master", [False, True])
-def test_parameters_of_another_model_are_refused(params, sentence, flat_master):
-    state = grouped(flat_master=flat_master).init(PARAMS)
+def test_parameters_of_another_model_are_refused(params, sentence):
+    state = GROUPED.init(PARAMS)
     with pytest.raises(ValueError, match=sentence):
         transforms.reset_masters(state, params)
 
 
-@pytest.mark.parametrize("flat_master", [False, True])
-def test_parameters_that_are_no_longer_half_are_refused_and_not_left_without_masters(flat_master):
+def test_parameters_that_are_no_longer_half_are_refused_and_not_left_without_masters():
     params = {"a": PARAMS["a"], "b": PARAMS["b"]}
-    tx = transforms.with_master_params(SGD, flat_master=flat_master)
+    tx = transforms.with_master_params(SGD)
     full = jmp.cast_to_full(params)
     with pytest.raises(ValueError, match=r"params\['a'\] of dtype float32; when .* a half dtype"):
         tx.update(full, tx.init(params), full)
-    float32_first = transforms.with_master_params(SGD)
     with pytest.raises(ValueError, match="had no half dtype"):
-        float32_first.update(params, float32_first.init(full), params)
+        tx.update(params, tx.init(full), params)
 
 
 @pytest.mark.parametrize("read", [transforms.masters, transforms.reset_masters])
@@ -112,7 +106,6 @@ def test_arguments_in_the_wrong_order_and_no_parameters_at_all_are_refused(tx, r
 
 VECTORS = {
     "flatten": optax.flatten(transforms.with_master_params(SGD)),
-    "flatten, of flat masters": optax.flatten(transforms.with_master_params(SGD, flat_master=True)),
     "flatten under loss scaling": transforms.with_loss_scale(
         optax.flatten(transforms.with_master_params(SGD)), jmp.StaticLossScale(1.0)
     ),
@@ -173,15 +166,12 @@ def test_a_group_of_masters_to_which_no_parameter_belongs_is_no_vector():
     assert bits(transforms.masters(state, PARAMS)) == bits(jmp.cast_to_full(PARAMS))
 
 
-def test_the_ways_out_of_masters_of_one_vector_are_ways_out():
-    for tx in (
-        transforms.with_master_params(optax.flatten(SGD)),
-        transforms.with_master_params(SGD, flat_master=True),
-    ):
-        state = linen.TrainState.create(apply_fn=None, params=HALF_ALONE, tx=tx)
-        tripled = jax.tree.map(lambda p: 3 * p, HALF_ALONE)
-        state = state.replace(params=tripled).apply_gradients(grads=HALF_ALONE)
-        assert transforms.masters(state.opt_state, state.params)["a"][0, 0] == 2.5
+def test_the_way_out_of_masters_of_one_vector_is_a_way_out():
+    tx = transforms.with_master_params(optax.flatten(SGD))
+    state = linen.TrainState.create(apply_fn=None, params=HALF_ALONE, tx=tx)
+    tripled = jax.tree.map(lambda p: 3 * p, HALF_ALONE)
+    state = state.replace(params=tripled).apply_gradients(grads=HALF_ALONE)
+    assert transforms.masters(state.opt_state, state.params)["a"][0, 0] == 2.5
 
 
 class StateOfAUser(linen.TrainState):
@@ -206,7 +196,6 @@ def test_replacing_the_parameters_of_a_train_state_takes_its_masters_along(cls):
     assert dataclasses.fields(cls)[-1].name == ("average" if cls is StateOfAUser else "batch_stats")
 
 
-@pytest.mark.parametrize("tx", [transforms.with_master_params(optax.sgd(2.0**-13)), FLAT])
 @pytest.mark.parametrize(
     "replace",
     [
@@ -218,18 +207,17 @@ def test_replacing_the_parameters_of_a_train_state_takes_its_masters_along(cls):
     ],
     ids=["the same", "clipped", "moved"],
 )
-def test_parameters_that_are_put_back_keep_what_their_masters_know(tx, replace):
+def test_parameters_that_are_put_back_keep_what_their_masters_know(replace):
     params = {"a": jnp.ones(3, jnp.float16)}
-    state = linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = linen.TrainState.create(apply_fn=None, params=params, tx=SMALL_STEPS)
     for _ in range(8):  # each step too small for float16
         state = replace(state.apply_gradients(grads=params))
     assert state.params["a"][0] == 1 - 2.0**-10
 
 
-@pytest.mark.parametrize("tx", [transforms.with_master_params(optax.sgd(2.0**-13)), FLAT])
-def test_float32_parameters_that_are_put_into_a_train_state_are_its_masters_exactly(tx):
+def test_float32_parameters_that_are_put_into_a_train_state_are_its_masters_exactly():
     params = {"a": jnp.ones(3, jnp.float16)}
-    state = linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = linen.TrainState.create(apply_fn=None, params=params, tx=SMALL_STEPS)
     state = state.apply_gradients(grads=params)
     full = jmp.cast_to_full(state.params)
     assert transforms.masters(state.opt_state, full)["a"][0] == 1 - 2.0**-13

@@ -1,23 +1,25 @@
 """Programs for TPUs: the passes, and the smaller of them."""
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import Arithmetic, Environment, Read, Single, on_singles
-from jmp.autocasting._wide_gradients import look_up_half, repeated_by_product
+from jmp.autocasting._steps import Read, Single, on_singles
+from jmp.autocasting._wide_gradients import run_with_product, weight_product_p, with_derivative
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._convolutions import exchange_kernels
-from jmp.autocasting.targets._one_pass import sums_in_one_pass
-from jmp.autocasting.targets._pick import pick_as_sum
 from jmp.autocasting.targets._rewriting import rewriting
 from jmp.autocasting.targets._softmax import softmax_of_half_scores
+from jmp.dtypes import FLOAT32
 
 # Biases.
 
@@ -49,26 +51,31 @@ def _is_bias(read: Read) -> bool:
     return aval.shape[-1:] == tuple(shape[-1:]) and all(n == 1 for n in aval.shape[:-1])
 
 
-# Lookups.
+COLUMNS = 8
 
 
-class HalfLookup:
-    """A lookup in a half array; see `look_up_half`."""
+def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
+    """Returns a float32 row, repeated to `shape` in half; its gradient adds up by a product.
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the rows that are looked up."""
-        return look_up_half(as_it_is(step), operands)
+    The product of ones and the half cotangents is their sum in float32, in a TPU's matrix unit. As
+    a sum it takes vector units, which have the most to do there. The ones have eight columns, of
+    which one is read: XLA makes a sum of a product with one column, and the unit has 128 anyway.
+    """
 
+    def forward(row: Any) -> list[Any]:
+        return [cast(repeated(row, shape), half)]
 
-@on_singles
-def look_up_in_half(step: Single, level: Level) -> Single:
-    """Returns a step; what it looks up in a half array is moved in half."""
-    is_lookup = step.node.rule.looks_up and step.arithmetic is Arithmetic.ROUNDED
-    first, *places = step.reads or (None,)
-    if not (is_lookup and first and level.storage.is_half(first.value)):
-        return step
-    reads = (first._replace(dtype=level.half), *places)
-    return step._replace(reads=reads, lowering=HalfLookup())
+    def derivative(_: Any, tangents: Sequence[Any]) -> list[Any]:
+        ones = jnp.ones((*shape[:-1], COLUMNS), half)
+        change = cast(tangents[0], FLOAT32).reshape(1, shape[-1])
+        change = lax.pad(change, np.float32(0), ((0, COLUMNS - 1, 0), (0, 0, 0)))
+        contracted = (((ones.ndim - 1,), (0,)), ((), ()))
+        outer = lambda left, right: lax.dot_general(left, right, contracted)
+        closed = jax.make_jaxpr(outer)(ones, cast(change, half))
+        return [run_with_product(partial(weight_product_p.bind, weight=1), closed, [ones, change])]
+
+    (result,) = with_derivative(forward, derivative)(row)
+    return result
 
 
 TPU = HardwareTarget(
@@ -76,11 +83,8 @@ TPU = HardwareTarget(
     (
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
-        rewriting("pick as a sum", "", functools.partial(pick_as_sum, adds_fill=True)),
         rewriting("softmax of half scores", "softmaxes", softmax_of_half_scores),
-        rewriting("rows in one pass", "", sums_in_one_pass),
         Pass("biases add up by products", "gradients of biases", add_up_biases_by_products),
-        Pass("lookups in half", "", look_up_in_half),
         Pass(
             "kernels of convolutions that spread",
             "gradients of kernels",
