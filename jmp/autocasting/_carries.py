@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmp import _jax_compat
 from jmp.autocasting._facts import exposed_values, multiplied_values
 from jmp.autocasting._graph import Graph, Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
@@ -205,6 +204,6 @@ def _held_by(result: Value) -> set[Value]:
         if node is None:
             return ()
         moves = node.rule.holds_operands or node.rule.casts
-        return node.inputs if moves or _jax_compat.holds_functions(node.equation) else ()
+        return node.inputs if moves or node.holds_functions else ()
 
     return set(reached([result], operands))

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp import _jax_compat
+from jmp.dtypes import FLOAT32
+
 
 def cast(value: Any, dtype: np.dtype | None) -> Any:
     """Casts an array to a real floating dtype; None leaves it, and so does any other object."""
@@ -39,7 +42,9 @@ def cast_all(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[A
 
 def repeated(array: Any, shape: Sequence[Any]) -> Any:
     """Returns an array in float32, repeated to `shape`, whose last axes are its own."""
-    array = jnp.asarray(array, np.float32)
+    if not _jax_compat.is_jax_array(array):
+        array = np.asarray(array, np.float32)
+    array = cast(array, FLOAT32)
     axes = range(len(shape) - array.ndim, len(shape))
     return lax.broadcast_in_dim(array, shape, tuple(axes))
 

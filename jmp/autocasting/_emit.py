@@ -77,7 +77,7 @@ def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any
     array = read_value(read, environment)
     if _jax_compat.is_jax_array(array):
         return array
-    if np.ndim(array) == 0 and not _jax_compat.holds_functions(step.node.equation):
+    if np.ndim(array) == 0 and not step.node.holds_functions:
         return array
     # A function inside, or a rule of a derivative, may index it by a tracer.
     return jnp.asarray(array, read.dtype or read.value.dtype)

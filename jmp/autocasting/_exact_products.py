@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp import _jax_compat
 from jmp.autocasting._facts import is_low_node, outputs_that_reach, reaching
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
@@ -71,7 +70,7 @@ def provenance_of_results(node: Node) -> ValueProvenance:
         # The result of a NumPy array counts as a product's; see `why_exact`.
         has_table = ValueProvenance.TABLES in (value.provenance for value in node.inputs)
         return found if is_exact and not has_table else ValueProvenance.PRODUCTS
-    if _jax_compat.holds_functions(node.equation):
+    if node.holds_functions:
         return max(found, _made_inside(node.equation))
     if node.rule.draws_bits or node.rule == NO_RULE:
         return max(found, ValueProvenance.INPUTS)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, are_same, root
 from jmp.autocasting._numbers import dtype_of, length_of, shape_of
 
@@ -140,7 +139,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
         return Magnitude(-1, 1)
     if rule.moves or rule.reduces or rule.casts or rule.sums_devices:
         return operands[0]
-    if rule.holds_operands or _jax_compat.holds_functions(node.equation):
+    if rule.holds_operands or node.holds_functions:
         held = [
             magnitude
             for value, magnitude in zip(node.inputs, operands, strict=True)

@@ -251,7 +251,7 @@ def _is_unplanned(ran: Ran) -> bool:
         return False
     node = ran.step.node
     is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
-    return not is_known and _jax_compat.holds_functions(node.equation)
+    return not is_known and node.holds_functions
 
 
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:

@@ -161,8 +161,9 @@ class Program:
                 if text := text_of(plan, function_name(self.fun)):
                     warnings.warn(text, kind, stacklevel=users_stacklevel())
                     self._has_warned = True
-        names = {visit.equation.primitive.name for visit in walk(jaxpr)}
-        for name, category in self.settings.overrides.items():
+        overrides = self.settings.overrides
+        names = {visit.equation.primitive.name for visit in walk(jaxpr)} if overrides else ()
+        for name, category in overrides.items():
             if name not in names:
                 warnings.warn(
                     f"{category.value}= names {described(name)}, which is no primitive of this "

@@ -18,7 +18,7 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as jmp_nnx
-from jmp.transforms._storing import InTree, ParameterStorage, stored_by
+from jmp.transforms._storing import ParameterStorage, stored_by
 from tests.bits import bits
 from tests.commands import in_full
 
@@ -388,7 +388,7 @@ class Pair(ParameterStorage):
 
 
 def test_a_way_of_ones_own_is_one_class():
-    tx = stored_by(InTree(Pair()), Pair(), optax.sgd(1e-4))
+    tx = stored_by(Pair(), optax.sgd(1e-4))
     params = {"w": jnp.ones(4, jnp.float16), "b": jnp.ones(4)}
     state = tx.init(params)
     for _ in range(10):

@@ -55,7 +55,7 @@ def _is_computable(value: Value) -> bool:
         and len(node.outputs) == 1
         and not node.equation.effects
         and not node.rule.draws_bits
-        and not _jax_compat.holds_functions(node.equation)
+        and not node.holds_functions
     )
 
 

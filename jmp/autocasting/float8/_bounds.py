@@ -206,7 +206,7 @@ class ScalarEquation(NamedTuple):
 
 def _is_scalar(node: Node, known: Collection[Value]) -> bool:
     """Returns whether a node is elementwise, and reads only known values and constants."""
-    if _jax_compat.holds_functions(node.equation):  # a custom derivative, of a shape of its own
+    if node.holds_functions:  # a custom derivative, of a shape of its own
         return False
     rule = node.rule
     is_elementwise = rule.elementwise or rule.expensive or rule.casts or rule.cheap
