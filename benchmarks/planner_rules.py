@@ -10,11 +10,11 @@ relative to autocast with all rules:
     to 5 % is the luck of the roundings;
   - the error of the gradient of small programs (`PROGRAMS`) that a rule was made for.
 `python -m benchmarks.report` writes the tables in `docs/internals.md`. Run it from the project's
-root in the test environment. With names of models it measures only these, with `cost`, `errors`,
-`v5e` or `v6e` only that, and leaves all other figures as they are:
+root in the test environment. With names of models it measures only these, with `cost`, `errors`
+or `v5e` only that, and leaves all other figures as they are:
 
     JAX_PLATFORMS=cpu PYTHONPATH=. .venv-test/bin/python benchmarks/planner_rules.py gpt errors
-    JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_rules.py v5e v6e
+    JAX_PLATFORMS=cpu PYTHONPATH=. .venv-targets/bin/python benchmarks/planner_rules.py v5e
 """
 
 import contextlib
@@ -62,7 +62,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "equinox_attention": ({"batch": 8, "length": 509, "width": 512}, {"length": 31}),
 }
 # Up to a minute for each program, so that only what is scanned is measured there.
-ON_TPUS = {"v5e": ("scanned_gpt", "lstm"), "v6e": ("lstm",)}
+ON_TPUS = {"v5e": ("unet", "scanned_gpt", "lstm")}
 
 
 # Rules, and what stands in their place.

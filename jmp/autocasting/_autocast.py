@@ -240,7 +240,8 @@ def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(name):
             result = fun(*args, **kwargs)
-        check_runs_when_called(result, name.removeprefix("jmp."))
+        for leaf in jax.tree.leaves(result):
+            check_runs_when_called(leaf, name.removeprefix("jmp."))
         return result
 
     return marked

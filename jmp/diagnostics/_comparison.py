@@ -4,6 +4,7 @@ Both programs run on the device; the errors are computed in float64 on the host.
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -209,11 +210,16 @@ class Comparison(Report):
         return sorted(rows, key=order)
 
     def _is_negligible(self, row: Difference) -> bool:
-        gradients = [each for each in self.rows if each.kind == "gradient"]
-        total = math.hypot(*(each.reference_norm for each in gradients))
-        dtypes = (np.float32, get_policy(self.policy).compute_dtype)
-        zero, noise = (8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes)
+        zero, noise = self._roundings
         return row.kind == "gradient" and row.reference_norm < zero and row.error_norm < noise
+
+    @functools.cached_property
+    def _roundings(self) -> list[float]:
+        """16 unit roundoffs of the norm of all gradients, in float32 and in the compute dtype."""
+        norms = (row.reference_norm for row in self.rows if row.kind == "gradient")
+        total = math.hypot(*norms)
+        dtypes = (np.float32, get_policy(self.policy).compute_dtype)
+        return [8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes]
 
 
 def check_scale(scale: float, caller: str) -> None:

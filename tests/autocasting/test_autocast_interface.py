@@ -513,7 +513,7 @@ def test_results_that_are_computed_later_are_refused(function):
         with pytest.raises(TypeError, match=f"autocast {words}"):
             jmp.autocast(late, F16)(X)
     with pytest.raises(TypeError, match=f"full_precision {words}"):
-        jmp.full_precision(lambda x: function(x))(X)
+        jmp.full_precision(lambda x: {"results": function(x)})(X)
 
 
 def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():
