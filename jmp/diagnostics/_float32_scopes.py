@@ -108,7 +108,7 @@ class Float32Scopes(Report):
         what = "with these rules" if self.rules else "all scopes"
         rows.append((what, self.loss_error, self.gradient_error))
         for scope in self.scopes[: max(SHOWN, len(kept) + 2)]:
-            name = f"{scope.path or NOWHERE} alone"
+            name = f"only {scope.path or NOWHERE}"
             rows.append((name, scope.loss_error, scope.gradient_error))
         cells = [(name, f"{loss:.2g}", f"{grad:.2g}") for name, loss, grad in rows]
         low = "in half" if is_half else "in float8"

@@ -121,7 +121,7 @@ def stored_by(
 ) -> Transformation[Any]:
     """Returns the transformation that runs `inner` in float32 and stores what comes out.
 
-    What is kept beside the parameters is a tree like theirs.
+    The arrays that are kept beside the parameters form a tree like theirs.
 
     Args:
       dtype: of the values that `inner` sees.

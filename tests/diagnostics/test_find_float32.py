@@ -441,7 +441,7 @@ def test_what_stands_in_no_scope_is_named_by_the_empty_path():
     found = diagnostics.find_float32(loss, F16)(params, x)
     assert found.rules == [("", "float32")]
     assert found.is_within
-    assert "what is in no scope alone" in str(found)
+    assert "only what is in no scope" in str(found)
 
 
 def test_a_loop_in_what_must_be_float32_is_float32():
