@@ -36,9 +36,8 @@ import jmp
 from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._exact_products import find_angles
 from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._passes import targets
 from jmp.autocasting._steps import Arithmetic, Recompute
-from jmp.autocasting.targets.gpu import GPU
-from jmp.autocasting.targets.tpu import TPU
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
@@ -111,7 +110,7 @@ RULES = [
     Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
     Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
-    Rule("islands leave half", {"_steps.Storage.leaves_half": lambda *_: False}),
+    Rule("islands leave half", {"_storage.Storage.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),
     Rule("what is carried is not rounded", {"_facts.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_facts._is_embedding": lambda *_: False}),
@@ -124,7 +123,7 @@ RULES = [
             "_planner._half_arithmetic": lambda _: Arithmetic.HALF,
         },
     ),
-    Rule("masks saturate", {"_steps.Storage.may_be_mask": lambda *_: False}),
+    Rule("masks saturate", {"_storage.Storage.may_be_mask": lambda *_: False}),
     Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
@@ -137,7 +136,10 @@ RULES = [
     ),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
-    *(Rule(name) for name in dict.fromkeys(one.name for one in (*GPU.passes, *TPU.passes))),
+    *(
+        Rule(name)
+        for name in dict.fromkeys(one.name for target in targets() for one in target.passes)
+    ),
 ]
 
 

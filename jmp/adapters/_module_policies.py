@@ -9,10 +9,10 @@
 - `ModuleScopes`: takes the place of `ModulePolicies` for diagnostics, which ask where an operation
   is. Every method of every module then runs in a scope that names the module's path.
 - `storage_rules`: the dtype in which `cast_params` of each adapter stores a parameter.
-- `policy_of_norms`: a norm subtracts means and sums squares. 300 squared overflows float16, and a
-  mean over thousands of half numbers loses them. So norms compute in float32, from float32 scales,
-  biases and statistics, in every policy but a pure half one. They are recognised by the names of
-  their classes, or, if classes are not known, of their parameters.
+- `policy_of_norms`: how scales, biases and statistics of norms are stored: in float32, in every
+  policy but a pure half one. Norms are recognised by the names of their classes, or, if classes are
+  not known, of their parameters. That norms compute in float32 is decided by their operations, as
+  in any function under autocast.
 """
 
 import contextlib

@@ -69,7 +69,7 @@ class Facts(NamedTuple):
     depths: Mapping[Node, int]  # of all but those whose results are neutral, which are free
     compared: Set[Value]  # they reach a maximum, such as that of a softmax, or may reach one
     read_otherwise: Set[Value]  # other operations than products read them, moved or as they are
-    kept: Set[Value]  # outputs that are not rounded whatever they are
+    kept: Set[Value]  # outputs whose `Destination` is not `rounded`
 
     def is_bias(self, value: Value) -> bool:
         """Returns whether a value is taken for a bias rather than for a mask, by its shape.
@@ -109,7 +109,7 @@ def reaching(
 
     Args:
       outputs: of the level.
-      starts: which nodes ways lead to; of a node that is opened, those inside count.
+      starts: at which nodes the search starts: ways lead to them. Those inside count too.
       stops: which nodes no way leads through.
     """
     found = set(outputs)

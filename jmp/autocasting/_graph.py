@@ -119,7 +119,7 @@ class Node:
     region: Region  # what the user said of its scope
     index: int  # its place in the program
     is_marker: bool  # it stays where nothing reads its results; see `_equations`
-    # A barrier that is planned as a level of its own; so are light nodes that have a kind.
+    # A barrier that is planned as a level of its own; so are fusible nodes that have a kind.
     goes_inside: bool = False
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False

@@ -22,7 +22,8 @@ from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Fused, Island, Recompute, S, Step, Storage
+from jmp.autocasting._steps import Fused, Island, Recompute, S, Step
+from jmp.autocasting._storage import Storage
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.

@@ -30,7 +30,8 @@ from jmp.autocasting._patterns import Softmax, softmaxes_of
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
-from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Storage, Unplanned
+from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Unplanned
+from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
 LOOPS = ("scan", "while")

@@ -7,7 +7,7 @@ measures what each pass is worth.
 
 A target registers the passes for some platforms: `targets/` has one file for each. A pass of one
 platform stands in its file, or in a file of its own beside it; `attention/` and `float8/` have the
-passes that a user asks for. Nothing else imports these folders.
+passes that a user asks for. The planner imports none of these folders.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +54,23 @@ _TARGETS: dict[str, HardwareTarget] = {}
 
 
 def register_target(platforms: Sequence[str], target: HardwareTarget) -> None:
-    """Tells autocast how to change steps for some platforms, which `platform=` then takes."""
+    """Tells autocast how to change steps for some platforms, which `platform=` then takes.
+
+    Raises: ValueError if the target's own platform is not among them, or one has a target already.
+    """
+    taken = [name for name in platforms if name in _TARGETS]
+    if taken or target.platform not in platforms:
+        raise ValueError(
+            f"register_target got {described(list(platforms))} for the target "
+            f"{described(target.platform)}; expected its name among them, and none of "
+            f"{described(taken or list(_TARGETS))}, which have a target."
+        )
     _TARGETS.update(dict.fromkeys(platforms, target))
+
+
+def targets() -> tuple[HardwareTarget, ...]:
+    """Returns the targets, each once."""
+    return tuple(dict.fromkeys(_TARGETS.values()))
 
 
 def platforms() -> tuple[str, ...]:

@@ -50,7 +50,6 @@ from jmp.autocasting._steps import (
     Recompute,
     Single,
     Step,
-    Write,
     runnable_order,
 )
 from jmp.dtypes import FLOAT32
@@ -109,21 +108,9 @@ class Planner(Level):
         return [*map(self._light, front), self._island(rest, why, recompute)]
 
     def _island(self, nodes: list[Node], why: dict[Node, str], recompute: Recompute) -> Island:
-        storage, outputs = self.storage, set(self.graph.outputs)
-        own = set(nodes)
-        writes = []
-        for node in nodes:
-            # Elsewhere an infinity is to be seen.
-            is_compared = not self.facts.compared.isdisjoint(node.outputs)
-            masks = node.rule.masks and any(map(storage.may_be_mask, node.inputs))
-            may_be_masked = is_compared and masks
-            for value in node.outputs:
-                if value not in outputs and own.issuperset(value.users):
-                    continue
-                if storage.rounded_by_rule(value) or storage.leaves_half(value, own):
-                    storage.store([value], [self.half])
-                saturates = may_be_masked and storage.is_half(value)
-                writes.append(Write(value, storage.dtype(value), saturates))
+        storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
+        values = (value for node in nodes for value in node.outputs)
+        leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
@@ -132,7 +119,7 @@ class Planner(Level):
             nodes=tuple(nodes),
             why=why,
             reads=tuple(Read(v, storage.dtype(v)) for v in entering(nodes)),
-            writes=tuple(writes),
+            writes=tuple(storage.leaving(value, own) for value in leaving),
             recompute=recompute,
             shares_casts=recompute is Recompute.RECOMPUTE
             and normalises_rows(nodes, self.facts.cuts),
@@ -260,8 +247,7 @@ class Planner(Level):
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
-        is_compared = node.rule.linear and not self.facts.compared.isdisjoint(node.outputs)
-        masks = tuple(i for i, read in enumerate(reads) if read.saturates and is_compared)
+        masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
         lowering = MaskedSum(masks) if masks else None
         why = why or node.rule.reason
         return Single(node, arithmetic, why, reads, params, stores, lowering)
@@ -277,9 +263,7 @@ class Planner(Level):
             return Read(value, None)
         repeats = node.rule.elementwise and value.size < node.outputs[0].size
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
-        is_compared = not self.facts.compared.isdisjoint(node.outputs)
-        saturates = is_compared and node.rule.masks and self.storage.may_be_mask(value)
-        return Read(value, self.half, shape, saturates)
+        return Read(value, self.half, shape, self.storage.is_mask_of(node, value))
 
     @functools.cached_property
     def _scores(self) -> Set[Value]:

@@ -6,7 +6,7 @@ from jmp.autocasting._graph import Node, Value, are_same, downstream, root
 from jmp.autocasting._numbers import fits
 from jmp.autocasting._precision import NEVER_HALF
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Storage
+from jmp.autocasting._storage import Storage
 from jmp.dtypes import FLOAT32
 
 OFFSET = "beside the number that is added a half type has few digits left"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jmp._jax_compat import Params
-from jmp._messages import described, listed
+from jmp._messages import described, listed, wrong
 
 
 class Category(enum.Enum):
@@ -55,7 +55,7 @@ class Rule:
 
     Attributes:
       category: the `Category`.
-      reason: one sentence, printed in the op table and in reports.
+      reason: one sentence, printed in the op table, and by reports for what they have rows of.
       dtype_param: the parameter that says the result's dtype: half where it is computed in half.
       owner: the module that registered it.
 
@@ -147,7 +147,7 @@ def register_rule(
         such as "preferred_element_type".
 
     Raises:
-      TypeError: `primitives` is, or holds, neither a primitive nor a name.
+      TypeError: `primitives` is, or holds, neither a primitive nor a name; `traits` is no text.
       ValueError: a primitive has a rule already (the message names the module that registered it);
         an unknown category or trait.
 
@@ -155,6 +155,9 @@ def register_rule(
     >>> rule_for("my_product").category
     <Category.LOW: 'low'>
     """
+    if not isinstance(traits, str):
+        expected = "names of traits with spaces between, such as 'fusible expensive'"
+        raise wrong(TypeError, "register_rule", traits, expected, name="traits")
     if unknown := set(traits.split()) - set(TRAITS):
         raise ValueError(
             f"register_rule got the traits {listed(sorted(unknown))}; there are "

@@ -259,14 +259,13 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
     Args:
       scopes: the scopes that are asked about.
       errors: returns the errors of the program in which only the given scopes have the lower
-        precision.
+        precision. It may be asked for the same scopes again.
 
     >>> sizes = {"a": 0.1, "b": 5.0, "c": 0.2, "d": 0.2}
     >>> errors = lambda low: (sum(sizes[scope] for scope in low), 0.0)
     >>> sorted(search("abcd", errors, 1.0).kept), sorted(search("abcd", errors, 0.35).kept)
     (['b'], ['b', 'c'])
     """
-    errors = functools.cache(errors)
     single: set[str] = set()
 
     def trial(group: Sequence[str]) -> float:

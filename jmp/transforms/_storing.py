@@ -36,6 +36,8 @@ class ParameterStorage:
     dtype, and `beside(new, shown, param)` is kept in the state. Of these two `value` gives `new`
     again, as exactly as the storage can.
 
+    It is made without arguments. Options of a transformation belong to `stored_by`.
+
     Attributes:
       caller: the public function that makes a transformation of it.
       state_type: the NamedTuple of its state: first the tree of what is kept beside the parameters,
@@ -46,6 +48,11 @@ class ParameterStorage:
     state_type: ClassVar[type]
 
     def __init_subclass__(cls) -> None:
+        if cls.state_type in STORAGES:  # inherited: states would be read by another storage
+            raise TypeError(
+                f"{cls.__name__} has the state {cls.state_type.__name__} of "
+                f"{type(STORAGES[cls.state_type]).__name__}; expected a NamedTuple of its own."
+            )
         STORAGES[cls.state_type] = cls()
 
     def check(self, param: jax.Array, path: str) -> None:

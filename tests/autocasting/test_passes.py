@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import jmp
+from jmp.autocasting._passes import HardwareTarget, register_target, targets
 from jmp.autocasting.targets.gpu import GPU
 from jmp.autocasting.targets.tpu import TPU
 from jmp.diagnostics import precision_report
@@ -21,7 +22,7 @@ from testbed.small_products import small_is_float8
 
 CORE = pathlib.Path(jmp.autocasting.__file__).parent
 ADDED = ("attention", "float8", "targets")
-PASSES = [(target, one) for target in (GPU, TPU) for one in target.passes]
+PASSES = [(target, one) for target in targets() for one in target.passes]
 NAMES = [f"{target.platform}: {one.name}" for target, one in PASSES]
 SMALL = {"_islands.SMALL": 256, "targets._pick.LARGE": 1}
 
@@ -163,6 +164,12 @@ def test_a_pass_that_a_target_does_not_have_is_named():
     report = precision_report(gelu, "mixed_float16", platform="gpu")(W, X)
     with pytest.raises(ValueError, match="no pass 'biases add up by products' for platform='gpu'"):
         report.after("biases add up by products")
+
+
+@pytest.mark.parametrize(("names", "taken"), [(["gpu"], "'gpu'"), (["ascend"], "'neural'")])
+def test_a_target_takes_no_other_name_and_no_name_of_another(names, taken):
+    with pytest.raises(ValueError, match=f"register_target got.*{taken}"):
+        register_target(names, HardwareTarget("gpu" if "gpu" in names else "neural", ()))
 
 
 def test_the_core_imports_no_pass():

@@ -161,7 +161,9 @@ def test_many_steps_under_jit_compile_once_and_adjust_as_eager_code_does(case):
     assert step._cache_size() == 1
 
 
-@every_dynamic_scale
+@pytest.mark.parametrize(
+    "case", [c for c in cases.LOSS_SCALES if "counter" in c.leaves], ids=lambda case: case.name
+)
 @pytest.mark.parametrize("number", [int, float, np.float64, np.int64, np.int32])
 def test_a_counter_given_as_any_number_has_the_type_of_every_counter(case, number):
     scale = dataclasses.replace(case.make(), counter=number(0))

@@ -23,7 +23,7 @@ PROGRAMS = {
 # A program of these pages prints the text below it, but for the last digits.
 PRINTED = dict(
     program
-    for name in ("troubleshooting",)
+    for name in ("internals", "troubleshooting")
     for program in re.findall(
         r"^```python\n(.*?)^```\n\n```text\n(.*?)^```",
         (ROOT / "docs" / f"{name}.md").read_text(),

@@ -92,9 +92,9 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
     The last product of an attention that is not fused says why.
     """
     request = level.context.request
-    if request.settings.attention != "fused":
+    kernel = KERNELS.get(request.target.platform)
+    if request.settings.attention != "fused" or kernel is None:
         return list(steps)
-    kernel = KERNELS[request.target.platform]
     step_of = {node: step for step in steps for node in nodes_of(step)}
     fused: list[Fused] = []
     others: list[Step] = []

@@ -68,7 +68,7 @@ class ProductInFloat8:
     """A product in float8.
 
     Attributes:
-      form: see `Form`.
+      form: see `ProductForm`.
       factors: of each operand, the functions of other products' results that are multiplied to it:
         none, one or two. The maximum of an operand without any is computed.
     """

@@ -1,0 +1,125 @@
+"""`Storage`: the decisions on the values of a level while it is planned.
+
+Dtypes are decided here and nowhere else. `Storage` also knows how large values may be, and so which
+of them may be rounded.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+
+import numpy as np
+
+from jmp.autocasting._facts import Destination, Facts, Info, is_multiplied
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
+from jmp.autocasting._steps import Write
+
+
+class Storage:
+    """The dtypes that values are stored in, as far as they are decided; before that, nominal ones.
+
+    Attributes:
+      facts: of the level.
+      half: the compute dtype.
+    """
+
+    def __init__(self, facts: Facts, half: np.dtype) -> None:
+        self.facts = facts
+        self.half = half
+        self._magnitudes: dict[Value, Magnitude] = {}
+        self._dtypes: dict[Value, np.dtype | None] = {}
+
+    def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
+        """Decides what values are stored in."""
+        self._dtypes.update(zip(values, dtypes, strict=True))
+
+    def dtype(self, value: Value) -> np.dtype | None:
+        """Returns what a value is stored in; None for what has no dtype."""
+        return self._dtypes.get(value, value.dtype)
+
+    def is_half(self, value: Value) -> bool:
+        """Returns whether a value is stored in the compute dtype."""
+        return self.dtype(value) == self.half
+
+    def info(self, value: Value) -> Info:
+        """Returns what another level needs to know of a value."""
+        return Info(self.dtype(value), value not in self.facts.dependent, self.magnitude(value))
+
+    def magnitude(self, value: Value) -> Magnitude:
+        """Returns what bounds a value."""
+        found = self._magnitudes.get(value)
+        return magnitude_of_source(value) if found is None else found
+
+    def bound(self, values: Iterable[Value], magnitudes: Iterable[Magnitude]) -> None:
+        """Says what bounds values."""
+        self._magnitudes.update(zip(values, magnitudes, strict=True))
+
+    def measure(self, node: Node) -> None:
+        """Finds what bounds the results of a node, given what bounds its operands."""
+        operands = list(map(self.magnitude, node.inputs))
+        self.bound(node.outputs, magnitudes_of_results(node, operands))
+
+    def destination(self, value: Value) -> Destination:
+        """Returns where a value goes."""
+        is_multiplied = self.is_multiplied(value, value.users)
+        return Destination(value in self.facts.feeds, value in self.facts.carried, is_multiplied)
+
+    def rounded_by_rule(self, value: Value) -> np.dtype | None:
+        """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""
+        node = value.producer
+        if node is None or node.region.output_dtype is None or not value.is_float32:
+            return None
+        leaves = all(user.region != node.region for user in value.users)
+        return self.half if leaves and not self.is_out_of_range(value, value.users) else None
+
+    def is_multiplied(self, value: Value, readers: Sequence[Node]) -> bool:
+        """Returns whether only products read a value, of these readers and of those outside."""
+        others = self.facts.read_otherwise
+        return value not in self.facts.kept and all(is_multiplied(r, others) for r in readers)
+
+    def is_out_of_range(self, value: Value, readers: Sequence[Node]) -> bool:
+        """Returns whether rounding a value may give an infinity or a zero that its readers hide.
+
+        Or whether it leaves few digits beside an offset. A value that only products read is
+        rounded: they have no other form, and an infinity is seen.
+        """
+        magnitude = self.magnitude(value)
+        is_lost = magnitude.exceeds_half or magnitude.is_coarse(self.half)
+        return is_lost and not self.is_multiplied(value, readers)
+
+    def leaves_half(self, value: Value, inside: Set[Node]) -> bool:
+        """Returns whether a float32 value leaves an island in half: where a product follows.
+
+        Not if it reaches the float32 carry of a loop, nor if all that read it read float32, nor if
+        nothing bounds it.
+        """
+        readers = [user for user in value.users if user not in inside]
+        read_wide = readers and all(user.reads_float32 for user in readers)
+        feeds = value in self.facts.feeds and value not in self.facts.carried
+        may_be_half = value.is_float32 and feeds and not read_wide
+        return may_be_half and not self.is_out_of_range(value, readers)
+
+    def leaving(self, value: Value, inside: Set[Node]) -> Write:
+        """Decides how a result of an island is stored, and returns that.
+
+        Half where a rule or a product asks for it. If a mask may have made it half, finite numbers
+        stay finite; any other infinity is to be seen.
+        """
+        if self.rounded_by_rule(value) or self.leaves_half(value, inside):
+            self.store([value], [self.half])
+        node = value.producer
+        masked = node is not None and any(self.is_mask_of(node, read) for read in node.inputs)
+        return Write(value, self.dtype(value), saturates=masked and self.is_half(value))
+
+    def is_mask_of(self, node: Node, value: Value) -> bool:
+        """Returns whether a node may apply a value as a mask to what reaches a maximum."""
+        is_compared = not self.facts.compared.isdisjoint(node.outputs)
+        return node.rule.masks and is_compared and self.may_be_mask(value)
+
+    def may_be_mask(self, value: Value) -> bool:
+        """Returns whether a value may hold -1e9: it is known to, or is an input that is no bias."""
+        if not value.is_float32 or self.half != np.float16:  # bfloat16 holds what float32 holds
+            return False
+        if value.constant is not None:
+            return value.exceeds(self.half)
+        is_input = value not in self.facts.dependent and not self.facts.is_bias(value)
+        return value.is_extreme or (is_input and not value.fits_half)
