@@ -159,28 +159,31 @@ class Planner(Level):
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     def _product(self, node: Node) -> Single:
-        magnitudes = map(self.storage.magnitude, node.inputs)
-        reads_offset = any(magnitude.is_coarse(self.half) for magnitude in magnitudes)
-        return self._half_product(node)._replace(reads_offset=reads_offset)
-
-    def _half_product(self, node: Node) -> Single:
-        is_wide = asks_for_wide(node, self.facts)
-        is_asked = node.region.keeps_results and "preferred_element_type" in node.params
-        if node.name != "dot_general":
-            # A convolution's is not: cuDNN would compute its gradient from float32 operands.
-            single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
-            return self._with_sums(single, WHY_ASKED) if is_asked else single
-        if is_wide:
-            single = self._wide(node, WHY_WIDE)._replace(lowering=MultipliedInHalf(self.half))
+        """Returns a half product; parameters, or its result, are float32 if sums need it."""
+        magnitudes = list(map(self.storage.magnitude, node.inputs))
+        # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
+        is_dot, is_wide = node.name == "dot_general", asks_for_wide(node, self.facts)
+        if is_dot and is_wide:
+            single = self._wide(node, WHY_WIDE)
         else:
-            single = self._single(node, Arithmetic.HALF)
-        if is_asked:
-            return self._with_sums(single, WHY_ASKED)
-        sums = magnitude_of_sums(node, *map(self.storage.magnitude, node.inputs))
-        if not (sums.exceeds_half and self._may_keep_sums(node)):
-            return single
-        self.storage.bound(node.outputs, [sums])
-        return self._with_sums(single, WHY_SMALL)
+            single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
+        why_float32 = ""  # its result
+        if node.region.keeps_results and "preferred_element_type" in node.params:
+            why_float32 = WHY_ASKED
+        elif is_dot:
+            sums = magnitude_of_sums(node, *magnitudes)
+            if sums.exceeds_half and self._may_keep_sums(node):
+                why_float32 = WHY_SMALL
+                self.storage.bound(node.outputs, [sums])
+        stores = (FLOAT32,) if why_float32 else single.stores
+        self.storage.store(node.outputs, stores)
+        has_form = why_float32 or (is_dot and is_wide)
+        return single._replace(
+            why="; ".join(filter(None, (single.why, why_float32))),
+            stores=stores,
+            lowering=MultipliedInHalf(self.half) if has_form else single.lowering,
+            reads_offset=any(magnitude.is_coarse(self.half) for magnitude in magnitudes),
+        )
 
     def _may_keep_sums(self, product: Node) -> bool:
         """Returns whether a result that float16 may not hold stays the float32 it is added up in.
@@ -199,12 +202,6 @@ class Planner(Level):
         if self.half != np.float16 or not is_small or is_layer or in_float8:
             return False
         return result not in self._scores and not self.storage.is_multiplied(result, result.users)
-
-    def _with_sums(self, single: Single, why: str) -> Single:
-        """Returns a product with a float32 result."""
-        self.storage.store(single.node.outputs, [FLOAT32])
-        why = "; ".join(filter(None, (single.why, why)))
-        return single._replace(why=why, lowering=MultipliedInHalf(self.half), stores=(FLOAT32,))
 
     # Single equations, and how they read.
 
