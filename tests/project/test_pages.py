@@ -1,5 +1,6 @@
 """Every figure on a page comes from a file in `results/`, and every drawing from its data."""
 
+import importlib
 import json
 import re
 
@@ -180,3 +181,15 @@ def test_the_planner_has_few_words_of_its_own():
     table, _, _ = page.partition("## Words")[2].partition("## The rules")
     _, *words = re.findall(r"^\| ([a-z]+) \|", table, re.MULTILINE)
     assert 10 < len(words) <= 25
+
+
+USED = "\n".join(
+    page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    if page.stem not in ("mistakes", "op_table")  # texts of errors; every primitive
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["", ".transforms", ".diagnostics", ".autocasting"])
+def test_every_exported_name_is_in_use_on_a_page(module):
+    exported = importlib.import_module(f"jmp{module}").__all__
+    assert [name for name in exported if not re.search(rf"\b{name}\b", USED)] == []

