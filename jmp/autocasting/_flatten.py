@@ -174,7 +174,7 @@ class _Flattening:
 def _goes_inside(node: Node) -> bool:
     if node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
         return False
-    return has_kind(node.name) and kind_of(node.name).goes_inside
+    return has_kind(node.name) and not kind_of(node.name).runs_as_written
 
 
 # Numbers that are known before the program runs.

@@ -144,7 +144,7 @@ class Level(abc.ABC):
 class Kind:
     """An equation that calls one function once, with all its operands."""
 
-    goes_inside = True  # else the equation is bound as it was written
+    runs_as_written = False  # bound as it was traced, and not planned inside
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """Returns the rule of the equation, given that of the op table."""

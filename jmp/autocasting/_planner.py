@@ -97,7 +97,7 @@ class Planner(Level):
             node: reason for node in nodes if (reason := why_float32(node, inside, self.storage))
         }
         if not why:
-            return [self._light(node) for node in nodes]
+            return [self._by_itself(node) for node in nodes]
         settings, cuts = self.context.request.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
@@ -105,7 +105,7 @@ class Planner(Level):
         front, rest = peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
-        return [*map(self._light, front), self._island(rest, why, recompute)]
+        return [*map(self._by_itself, front), self._island(rest, why, recompute)]
 
     def _island(self, nodes: list[Node], why: dict[Node, str], recompute: Recompute) -> Island:
         storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
@@ -126,10 +126,10 @@ class Planner(Level):
             common_scopes=common_scopes_of(nodes),
         )
 
-    def _light(self, node: Node) -> Step:
+    def _by_itself(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
             return self._single(node, Arithmetic.FLOAT32)
-        if has_kind(node.name) and kind_of(node.name).goes_inside:
+        if has_kind(node.name) and not kind_of(node.name).runs_as_written:
             return kind_of(node.name).plan(node, self)
         return self._single(node, _half_arithmetic(node))
 

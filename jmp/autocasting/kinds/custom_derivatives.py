@@ -98,7 +98,7 @@ class CustomJvpKind(Kind):
 class CustomVjpKind(Kind):
     """`jax.custom_vjp`, which is bound as it was written."""
 
-    goes_inside = False
+    runs_as_written = True
 
     def rule(self, equation: JaxprEqn, rule: Rule, settings: Settings) -> Rule:
         """One without products is one operation, in float32."""
