@@ -1,6 +1,7 @@
 """`autocast` and `full_precision`: the public face."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -240,7 +241,7 @@ def _under_scope(name: str, fun: Callable[P, R]) -> Callable[P, R]:
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(name):
             result = fun(*args, **kwargs)
-        for leaf in jax.tree.leaves(result):
+        for leaf in jax.tree.leaves(result, is_leaf=inspect.isgenerator):
             check_runs_when_called(leaf, name.removeprefix("jmp."))
         return result
 

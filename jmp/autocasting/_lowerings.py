@@ -14,6 +14,7 @@ from jmp import _jax_compat
 from jmp.autocasting._casts import masked
 from jmp.autocasting._steps import Environment, Single
 from jmp.autocasting._wide_gradients import (
+    Parts,
     move_rounded,
     multiply_rounded,
     multiply_to_float32,
@@ -65,17 +66,19 @@ class MovedWithWideGradient:
 
     Attributes:
       half: the dtype that it moves.
+      parts: see `move_rounded`.
       is_sent: whether devices send it each other.
     """
 
     half: np.dtype
+    parts: Parts | None = None
     is_sent: bool = False
 
     def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
         """Returns what is moved."""
         move = as_it_is(step)
         run = (lambda arrays: move(lax.optimization_barrier(arrays))) if self.is_sent else move
-        return move_rounded(run, operands, step.stores, self.half)
+        return move_rounded(run, operands, step.stores, self.half, self.parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from jmp.autocasting._precision import why_not_lowered, with_default
 from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._registry import Category
 from jmp.autocasting._sending import (
+    WHY_IN_PARTS,
     WHY_LOOKUP,
     WHY_NOT_WIDE,
     WHY_SENT,
@@ -40,6 +41,7 @@ from jmp.autocasting._sending import (
     asks_for_wide,
     find_sent,
     may_be_sent,
+    parts_of_rows,
     sends,
 )
 from jmp.autocasting._steps import (
@@ -142,8 +144,9 @@ class Planner(Level):
         if node in self.facts.embeddings and self.storage.magnitude(node.inputs[0]).exceeds_half:
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if node in self.facts.embeddings and may_be_sent(node):
-            single = self._wide(node, WHY_LOOKUP)
-            return single._replace(lowering=MovedWithWideGradient(self.half))
+            parts = None if node.region.reduces_in_float32 else parts_of_rows(node)
+            single = self._wide(node, WHY_IN_PARTS if parts else WHY_LOOKUP)
+            return single._replace(lowering=MovedWithWideGradient(self.half, parts))
         if node in self.facts.embeddings:
             why = "rows of a float32 table, rounded after the lookup"
             return self._single(node, Arithmetic.ROUNDED, why)

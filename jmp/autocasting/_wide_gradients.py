@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
@@ -29,11 +30,20 @@ from jmp.dtypes import FLOAT32
 Run = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
 
 
+class Parts(NamedTuple):
+    """How devices divide the rows of a lookup along their first axis."""
+
+    number: int
+    axes: tuple[str, ...]  # of the mesh
+    mesh: Any
+
+
 def move_rounded(
     run: Run,
     operands: Sequence[Any],
     stores: Sequence[np.dtype | None],
     half: np.dtype,
+    parts: Parts | None = None,
 ) -> list[Any]:
     """Runs what moves its first operand, in half; its transpose runs in float32.
 
@@ -41,6 +51,8 @@ def move_rounded(
       run: what moves it; further operands are indices.
       operands: the first is float32, or half already.
       stores: the dtypes of the results.
+      parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
+        those of all are added up.
     """
 
     def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
@@ -49,12 +61,33 @@ def move_rounded(
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         # The rounded array changes as the array does.
         change, indices = cast(tangents[1], FLOAT32), primals[2:]
+        if parts is not None:
+            return cast_all(_look_up_in_parts(run, change, indices[0], half, parts), stores)
         # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
         # that for it.
         return cast_all(run([lax.optimization_barrier(change), *indices]), stores)
 
     # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
     return with_derivative(forward, derivative)(cast(operands[0], half), *operands)
+
+
+def _look_up_in_parts(
+    run: Run, table: Any, indices: Any, half: np.dtype, parts: Parts
+) -> list[Any]:
+    """Looks rows up in one copy of the table for each part of the indices.
+
+    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
+    scatter for each part. Each device holds one of them, which is as large as the single scatter
+    would be. It is rounded, and then added up over devices.
+    """
+    one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
+    tables = lax.with_sharding_constraint(
+        lax.broadcast(cast(table, half), (parts.number,)), NamedSharding(parts.mesh, one_each)
+    )
+    length, *others = indices.shape
+    divided = indices.reshape(parts.number, length // parts.number, *others)
+    (rows,) = jax.vmap(lambda *operands: run(operands))(cast(tables, FLOAT32), divided)
+    return [rows.reshape(length, *rows.shape[2:])]
 
 
 def multiply_rounded(

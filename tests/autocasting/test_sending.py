@@ -177,18 +177,74 @@ def kept(*where, mesh=AUTO):
     return lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*where)))
 
 
+def rows_of(table, tokens):
+    return table[tokens]
+
+
+def rows_of_each(table, tokens):
+    return jax.vmap(rows_of)(jnp.stack([table] * 16), tokens)
+
+
+# How rows are looked up, what stands behind, and into how many parts the rows are divided.
+IN_PARTS = {
+    "a constraint": (rows_of, kept("d"), 8),
+    "after a product and a sum": (rows_of, lambda x: kept("d")(x * 2 + 1), 8),
+    "one axis of two": (rows_of, kept("d", mesh=BY_TWO), 4),
+    "two axes": (rows_of, kept(("d", "m"), mesh=BY_TWO), 8),
+    "columns too": (rows_of, kept("d", None, "m", mesh=BY_TWO), 4),
+    "nothing": (rows_of, lambda x: x, None),
+    "no axis": (rows_of, kept(None, None), None),
+    "unconstrained": (rows_of, kept(P.UNCONSTRAINED), None),
+    "a second axis": (rows_of, kept(None, "d"), None),
+    "both axes": (rows_of, kept("d", "m", mesh=BY_TWO), None),
+    "not even": (lambda table, tokens: table[tokens[:12]], kept("d"), None),
+    "a table each": (rows_of_each, kept("d"), None),
+    "columns": (lambda table, tokens: table.T[:, tokens].T, kept(None, "d"), None),
+}
+
+
+def of_lookup(case, policy):
+    rows, keep, _ = IN_PARTS[case]
+    return jmp.autocast(lambda t, w, tokens: 1e-3 * jnp.sum(keep(rows(t, tokens)) @ w), policy)
+
+
 TABLE, COLUMN = jax.random.normal(jax.random.key(0), (32, 8)), jnp.linspace(0.5, 1, 8)[:, None]
 PLACED = jax.device_put((TABLE, COLUMN), WHOLE)
 
 
 @both_policies
-@pytest.mark.parametrize("keep", [kept("d"), lambda x: x], ids=["a constraint", "nothing"])
-def test_equal_rows_of_eight_devices_add_up_in_float32(keep, policy):
-    fun = jmp.autocast(lambda t, w, tokens: 1e-3 * jnp.sum(keep(t[tokens]) @ w), policy)
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_rows_that_a_constraint_divides_are_added_up_by_each_device_on_its_own(case, policy):
+    tokens = jax.device_put(jnp.zeros((16, 32), int), ROWS)
+    sums = [
+        equation.outvars[0].aval
+        for equation in equations_of(jax.grad(of_lookup(case, policy)), *PLACED, tokens)
+        if equation.primitive.name == "scatter-add"
+    ]
+    assert {v.dtype for v in sums} == {jnp.dtype(jnp.float32)}
+    count = IN_PARTS[case][-1] if policy == HALF else None
+    assert {v.shape[0] for v in sums if v.shape[0] in (4, 8) and v.ndim == 3} == {count} - {None}
+
+
+@pytest.mark.parametrize("case", ["a constraint", "one axis of two", "nothing"])
+def test_equal_rows_of_eight_devices_add_up(case):
     tokens = jax.device_put(jnp.zeros((16, 8192), int), ROWS)  # 16384 on each; in half 2048 count
-    gradient = jax.jit(jax.grad(fun))(*PLACED, tokens)
+    gradient = jax.jit(jax.grad(of_lookup(case, HALF)))(*PLACED, tokens)
     np.testing.assert_allclose(gradient[0], 131.072 * COLUMN[:, 0], rtol=2e-3)
     assert not gradient[1:].any()
+
+
+def test_rows_in_parts_under_every_transformation():
+    tokens = jax.device_put(jnp.arange(16 * 8).reshape(16, 8) % 32, ROWS)
+    fun, (table, column) = of_lookup("a constraint", "mixed_bfloat16"), PLACED
+    true = jax.grad(lambda t: 1e-3 * jnp.sum(t[tokens] @ column))(TABLE)
+    gradient = jax.grad(fun)
+    each = jax.vmap(gradient, (0, None, None))(jnp.stack([table, table]), column, tokens)
+    recomputed = jax.grad(jax.checkpoint(fun))(table, column, tokens)
+    for found in (*each, recomputed):
+        assert relative_error(np.asarray(found), true) < 4e-3
+    forward = jax.jvp(lambda t: fun(t, column, tokens), [table], [table])[1]
+    assert float(forward) == pytest.approx(float(jnp.sum(true * TABLE)), rel=2e-2)
 
 
 def test_a_constraint_on_a_parameter_that_was_not_placed_yet_sends_it_in_half():
