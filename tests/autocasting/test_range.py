@@ -16,6 +16,7 @@ from jax.ops import segment_sum
 
 import jmp
 from jmp import diagnostics
+from jmp.autocasting._magnitudes import _bounded_power
 from tests.commands import in_full
 from tests.errors import errors_beside_half_products, largest_error, relative_error
 
@@ -266,3 +267,8 @@ def test_a_product_that_reads_numbers_beside_an_offset_is_a_hazard(half):
     assert [name for name, fun in NOT_READ.items() if hazards(fun)] == []
     known = {jnp.float16: "0.5", jnp.bfloat16: "4"}[half]
     assert f"{half.__name__} knows 1000 to {known}" in hazards(READ["computed"])[0]
+
+
+def test_a_power_beyond_float32_has_the_sign_of_the_power():
+    found = [_bounded_power(-1e30, power) for power in (2, 3, 4, 5)]
+    assert found == [np.inf, -np.inf, np.inf, -np.inf]
