@@ -95,10 +95,11 @@ class Float32Scopes(Report):
         is_half = self.higher == "float32"
         stay = "stay in float32" if is_half else "stay out of float8"
         kept = [scope for scope in self.scopes if scope.is_kept]
-        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: no scope has to {stay}"]
+        asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
+        lines = [f"{asked}: no scope has to {stay}"]
         if kept:
             count = f"{len(kept)} scope{'s' * (len(kept) > 1)} must {stay}"
-            lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {count}", "rules=["]
+            lines = [f"{asked}: {count}", "rules=["]
             lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
             if any(not scope.path for scope in kept):
                 lines.append(
