@@ -16,9 +16,12 @@ from jmp.autocasting._islands import (
     choose_recompute,
     common_scopes_of,
     entering,
+    first_in_half,
     group,
+    is_differentiated,
     normalises_rows,
     peel,
+    split_at,
     with_keys,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
@@ -27,6 +30,7 @@ from jmp.autocasting._lowerings import (
     MovedWithWideGradient,
     MultipliedInHalf,
     SentInHalf,
+    StaysRounded,
 )
 from jmp.autocasting._magnitudes import magnitude_of_sums
 from jmp.autocasting._precision import why_not_lowered, with_default
@@ -81,8 +85,7 @@ class Planner(Level):
         for depth in sorted({*fusible, *barriers}):
             for node in (*fusible.get(depth, []), *barriers.get(depth, [])):
                 self.storage.measure(node)
-            for nodes in group(fusible.get(depth, []), self.facts.cuts):
-                steps += self._component(nodes)
+            steps += self._components(fusible.get(depth, []))
             steps += map(self._barrier, barriers.get(depth, []))
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
@@ -93,6 +96,10 @@ class Planner(Level):
 
     # Components of fusible nodes.
 
+    def _components(self, nodes: list[Node]) -> list[Step]:
+        components = group(nodes, self.facts.cuts)
+        return [step for component in components for step in self._component(component)]
+
     def _component(self, nodes: list[Node]) -> list[Step]:
         inside = set(nodes)
         why = {
@@ -100,6 +107,10 @@ class Planner(Level):
         }
         if not why:
             return [self._by_itself(node) for node in nodes]
+        if (half := first_in_half(nodes, why.keys(), self.storage)) is not None:
+            before, after = split_at(half, nodes)
+            steps = self._components(before)
+            return [*steps, self._by_itself(half), *self._components(after)]
         settings, cuts = self.context.request.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
@@ -133,7 +144,9 @@ class Planner(Level):
             return self._single(node, Arithmetic.FLOAT32)
         if has_kind(node.name) and not kind_of(node.name).runs_as_written:
             return kind_of(node.name).plan(node, self)
-        return self._single(node, _half_arithmetic(node))
+        single = self._single(node, _half_arithmetic(node))
+        is_kept = node.rule.bounded and is_differentiated(node)
+        return single._replace(lowering=StaysRounded()) if is_kept else single
 
     # Barriers.
 

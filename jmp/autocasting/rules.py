@@ -56,7 +56,7 @@ FULL = {
         ACCUMULATES,
         "sums",
     ),
-    "add_any reduce_window select_and_scatter_add select_and_gather_add": (ACCUMULATES, ""),
+    "reduce_window select_and_scatter_add select_and_gather_add": (ACCUMULATES, ""),
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter": (
         "adds up over devices, in the dtype it is given",
         "sums sums_devices",
@@ -76,7 +76,7 @@ ONE_DTYPE = "operands must share a dtype"
 MOVES = "operands must share a dtype; moves data"
 
 WIDEST = {
-    "add sub": (ONE_DTYPE, "fusible elementwise linear affine masks cheap"),
+    "add sub add_any": (ONE_DTYPE, "fusible elementwise linear affine masks cheap"),
     "mul": (ONE_DTYPE, "fusible elementwise affine cheap keeps_range"),
     "div": (ONE_DTYPE, "fusible elementwise affine"),
     "max min": (ONE_DTYPE, "fusible elementwise masks"),
