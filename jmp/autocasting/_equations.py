@@ -50,7 +50,7 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):
             why = "an explicit cast is kept as the user wrote it"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
-    if rule.repeats and rule.sums_backward and _repeats_nothing(equation):
+    if rule.sums_backward and _repeats_nothing(equation, rule):
         return dataclasses.replace(rule, sums_backward=False, reason="moves data")
     in_half = rule.category in IN_HALF and not rule.sums_backward
     if in_half and _jax_compat.holds_functions(equation):
@@ -58,9 +58,12 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
     return rule
 
 
-def _repeats_nothing(equation: JaxprEqn) -> bool:
+def _repeats_nothing(equation: JaxprEqn, rule: Rule) -> bool:
+    """Returns whether each number of the first operand stands in the result once at most."""
+    if rule.looks_up:
+        return bool(equation.params.get("unique_indices", False))
     before, after = map(shape_of, (equation.invars[0], equation.outvars[0]))
-    return size_of(before) == size_of(after)
+    return rule.repeats and size_of(before) == size_of(after)
 
 
 def is_inner_product(equation: JaxprEqn) -> bool:

@@ -22,6 +22,7 @@ from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._reasons import LARGE_INPUT
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Fused, Island, Recompute, S, Step
 from jmp.autocasting._storage import Storage
@@ -103,7 +104,7 @@ def is_differentiated(node: Node) -> bool:
     return _jax_compat.is_differentiated(node.stack)
 
 
-def first_in_half(nodes: Sequence[Node], why: Set[Node], storage: Storage) -> Node | None:
+def first_in_half(nodes: Sequence[Node], why: Mapping[Node, str], storage: Storage) -> Node | None:
     """Returns the first large node of a component that is better computed by itself, in half.
 
     An island hands its results on rounded. If another island reads one, it widens it again: XLA
@@ -119,30 +120,32 @@ def first_in_half(nodes: Sequence[Node], why: Set[Node], storage: Storage) -> No
 
     Args:
       nodes: of a component, in program order.
-      why: those that require float32.
+      why: reasons of those that require float32.
       storage: what is decided of values from outside.
     """
     inside = set(nodes)
 
     def may_be_half(value: Value, result: Value) -> bool:
+        # No statistic, such as a mean, and no bias.
+        is_whole = value.source_size >= result.size
         if value.producer in inside:
-            is_whole = value.source_size >= result.size  # no statistic, such as a mean
             return is_whole and not storage.is_out_of_range(value, value.users)
-        return not value.is_float32 or storage.is_half(value)
+        is_input = value not in storage.facts.dependent and value.varies
+        return not value.is_float32 or storage.is_half(value) or (is_input and is_whole)
 
     for node in nodes:
         (result, *_), rule = node.outputs, node.rule
-        if node in why or result.size < SMALL or not storage.leaves_half(result, inside):
+        if result.size < SMALL or not storage.leaves_half(result, inside):
             continue
-        if rule.bounded and not rule.wraps and is_differentiated(node):
+        if rule.bounded and not rule.wraps and is_differentiated(node) and node not in why:
             return node
+        if not rule.affine or why.get(node, LARGE_INPUT) != LARGE_INPUT:
+            continue
         others = [user for user in result.users if user not in inside]
-        is_sum = rule.linear and storage.facts.dependent.issuperset(node.inputs)
-        crosses = (len(others) < len(result.users) or is_sum) and not storage.is_multiplied(
-            result, others
-        )
-        if rule.affine and crosses and all(may_be_half(value, result) for value in node.inputs):
-            return node
+        is_read_here = len(others) < len(result.users)
+        if (is_read_here or rule.linear) and not storage.is_multiplied(result, others):
+            if all(may_be_half(value, result) for value in node.inputs):
+                return node
     return None
 
 
@@ -155,6 +158,17 @@ def split_at(node: Node, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]
 
     before = set(reached([node], producers)) - {node}
     return [n for n in nodes if n in before], [n for n in nodes if n not in {node, *before}]
+
+
+def repeated_numbers(nodes: Sequence[Node]) -> list[Node]:
+    """Returns the nodes that make what an island reads of one number, in program order.
+
+    The island makes it itself: a recomputation would read an array of zeros from memory.
+    """
+    made = [v.producer for v in entering(nodes) if v.constant is not None]
+    operands = lambda node: [v.producer for v in node.inputs if v.producer is not None]
+    found = reached([node for node in made if node is not None], operands)
+    return sorted(found, key=lambda node: node.index)
 
 
 class Cone(NamedTuple):

@@ -21,6 +21,7 @@ from jmp.autocasting._islands import (
     is_differentiated,
     normalises_rows,
     peel,
+    repeated_numbers,
     split_at,
     with_keys,
 )
@@ -107,7 +108,7 @@ class Planner(Level):
         }
         if not why:
             return [self._by_itself(node) for node in nodes]
-        if (half := first_in_half(nodes, why.keys(), self.storage)) is not None:
+        if (half := first_in_half(nodes, why, self.storage)) is not None:
             before, after = split_at(half, nodes)
             steps = self._components(before)
             return [*steps, self._by_itself(half), *self._components(after)]
@@ -124,6 +125,7 @@ class Planner(Level):
         storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
         values = (value for node in nodes for value in node.outputs)
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
+        nodes = [*repeated_numbers(nodes), *nodes]
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store

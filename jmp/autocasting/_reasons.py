@@ -11,6 +11,7 @@ from jmp.dtypes import FLOAT32
 
 OFFSET = "beside the number that is added a half type has few digits left"
 TAKEN_AWAY = "what is added is taken away again"
+LARGE_INPUT = "an operand is a float32 input as large as the result"
 UNBOUNDED = "nothing bounds the size of an operand: a half type may not hold it"
 
 
@@ -76,7 +77,7 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         return "it divides by an input, whose size nothing bounds"
     # A callback has no result.
     if value.source_size >= max((result.size for result in node.outputs), default=0):
-        return "an operand is a float32 input as large as the result"
+        return LARGE_INPUT
     if facts.feeds.isdisjoint(node.outputs):
         return "an operand is a float32 input, and no product reads the result"
     return ""

@@ -273,12 +273,7 @@ def on_islands(change: Callable[[Island, Any], Step]) -> Callable[..., list[Step
 
 def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
-    producers = {
-        value: index
-        for index, step in enumerate(steps)
-        for node in nodes_of(step)
-        for value in node.outputs
-    }
+    producers = {value: i for i, step in enumerate(steps) for value in _results_of(step)}
     place = [nodes_of(step)[-1].index for step in steps]
     needs = [
         {producers.get(read.value, index) for read in step.reads} - {index}
@@ -301,6 +296,12 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         order.append(steps[first])
         sorter.done(first)
     return order
+
+
+def _results_of(step: Step) -> Iterable[Value]:
+    if isinstance(step, Island):
+        return [write.value for write in step.writes]
+    return (value for node in nodes_of(step) for value in node.outputs)
 
 
 def _has_effects(step: Step) -> bool:
