@@ -40,6 +40,12 @@ def is_divided(value: Any) -> bool:
     return bool(automatic) and (mesh.size > 1 or bool(mesh.manual_axes))
 
 
+def has_named_axes(value: Any) -> bool:
+    """Returns whether the type of a value says how devices divide it: explicit or manual axes."""
+    mesh = value.aval.sharding.mesh
+    return bool(mesh.explicit_axes or mesh.manual_axes)
+
+
 # The precision of products that name none.
 
 
@@ -172,9 +178,9 @@ class Scan(NamedTuple):
         return list(operands[:first]), list(operands[first:end]), list(operands[end:])
 
 
-def one_turn(params: Params) -> Params:
-    """Returns the parameters of a scan of one turn."""
-    return {**params, "length": 1, "unroll": 1}
+def with_length(params: Params, length: int) -> Params:
+    """Returns the parameters of a scan of another number of turns."""
+    return {**params, "length": length, "unroll": 1}
 
 
 class While(NamedTuple):

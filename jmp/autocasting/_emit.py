@@ -33,6 +33,7 @@ from jmp.autocasting._steps import (
     Unplanned,
     Write,
 )
+from jmp.autocasting._weight_sums import run_probed
 from jmp.autocasting._wide_gradients import run_either
 from jmp.dtypes import FLOAT32
 
@@ -115,7 +116,17 @@ def _run_nested(step: Nested, environment: Environment) -> list[Any]:
     def in_float32(*operands: Any) -> Any:
         return cast_all(run(differentiated, operands), step.stores)
 
-    results: list[Any] = run_either(in_half, in_float32, operands)
+    if step.probed is None or step.wide is not None:
+        results: list[Any] = run_either(in_half, in_float32, operands)
+        return results
+
+    def some_turns(number: int, operands: Sequence[Any]) -> list[Any]:
+        params = _jax_compat.with_length(step.node.params, number)
+        equation = step.node.equation.replace(params=params)
+        return kind_of(step.node.name).emit(equation, operands, [_as_function(step.probed.plan)])
+
+    scan = _jax_compat.Scan.of(step.node.params)
+    results = run_probed(in_half, some_turns, scan, step.probed, operands)
     return results
 
 

@@ -142,6 +142,27 @@ class Nested(NamedTuple):
     rounds: Dtypes = ()
     # The same loop with buffers in float32: what runs where it is differentiated; see `_carries`.
     wide: "Nested | None" = None
+    # The same loop with gradients of weights after it: what runs where it is differentiated.
+    probed: "Probed | None" = None
+
+
+class Probe(NamedTuple):
+    """An addend to the tangent of a product by a weight in a loop; see `_weight_sums`."""
+
+    position: int  # of the weight, among the constants of the loop
+    weight: Value
+    step: Single  # the product
+    addend: Value
+    other: Value  # the other operand
+    row: int | None  # of which array the other operand is a row; None if of none
+
+
+class Probed(NamedTuple):
+    """A loop's body with probes: further inputs, and what is multiplied as further outputs."""
+
+    plan: "Plan"
+    probes: tuple[Probe, ...]
+    turns: int  # that are stacked for one product
 
 
 class IslandLowering(Protocol):

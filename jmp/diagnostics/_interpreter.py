@@ -366,7 +366,7 @@ class Interpreter:
         equation = here.equation
         scan = _jax_compat.Scan.of(equation.params)
         # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
-        one = _jax_compat.one_turn(equation.params)
+        one = _jax_compat.with_length(equation.params, 1)
 
         def body(*operands: Any) -> list[Any]:
             constants, carry, row = scan.split(operands)

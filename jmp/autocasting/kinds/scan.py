@@ -22,6 +22,7 @@ from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._steps import Function, Nested
+from jmp.autocasting._weight_sums import probed
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
 # where small steps would be lost in half. Error of a gradient, stream in half over stream in
@@ -79,7 +80,11 @@ class ScanKind(Kind):
             plan = plan.storing(stores).taking_as_is(weights)
             reads = [None if w else dtype for w, dtype in zip(weights, reads, strict=True)]
             rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
-            return level.nested(node, [plan], stores, reads, rounds)
+            nested = level.nested(node, [plan], stores, reads, rounds)
+            if not any(rounds) or _jax_compat.has_named_axes(node.inputs[0]):
+                return nested
+            values_of = [v if half else None for v, half in zip(constants, rounds, strict=True)]
+            return nested._replace(probed=probed(plan, values_of, arrays, scan.length, level.half))
 
         if not any(buffers):
             return planned(in_half, level.context.has_gradient)
