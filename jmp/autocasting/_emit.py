@@ -20,12 +20,14 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._steps import (
+    Dtypes,
     Environment,
     Function,
     Fused,
     Island,
     Nested,
     Plan,
+    Probed,
     Read,
     Recompute,
     Single,
@@ -95,7 +97,7 @@ def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
 def _run_nested(step: Nested, environment: Environment) -> list[Any]:
     """Returns the results of an equation that is planned inside.
 
-    A loop runs in one of two forms, see `Nested.rounds` and `Nested.wide`.
+    A loop runs in one of two forms, see `Nested.rounds`, `Nested.wide` and `Nested.probed`.
     """
     differentiated = step if step.wide is None else step.wide
     operands = [_read_by(read, step, environment) for read in differentiated.reads]
@@ -116,18 +118,25 @@ def _run_nested(step: Nested, environment: Environment) -> list[Any]:
     def in_float32(*operands: Any) -> Any:
         return cast_all(run(differentiated, operands), step.stores)
 
-    if step.probed is None or step.wide is not None:
-        results: list[Any] = run_either(in_half, in_float32, operands)
+    form = in_float32
+    if differentiated.probed is not None:
+        form = _summing_after(differentiated, differentiated.probed, step.stores)
+    results: list[Any] = run_either(in_half, form, operands)
+    return results
+
+
+def _summing_after(step: Nested, body: Probed, stores: Dtypes) -> Function:
+    """Returns a scan, a function of its operands, whose weights have their gradients after it."""
+    node, function = step.node, _as_function(body.plan)
+
+    def some_turns(operands: Sequence[Any]) -> list[Any]:
+        params = dict(_jax_compat.with_length(node.params, body.turns))
+        equation = node.equation.replace(params=params)
+        results: list[Any] = kind_of(node.name).emit(equation, operands, [function])
         return results
 
-    def some_turns(number: int, operands: Sequence[Any]) -> list[Any]:
-        params = _jax_compat.with_length(step.node.params, number)
-        equation = step.node.equation.replace(params=params)
-        return kind_of(step.node.name).emit(equation, operands, [_as_function(step.probed.plan)])
-
-    scan = _jax_compat.Scan.of(step.node.params)
-    results = run_probed(in_half, some_turns, scan, step.probed, operands)
-    return results
+    scan = _jax_compat.Scan.of(node.params)
+    return lambda *operands: cast_all(run_probed(some_turns, scan, body, operands), stores)
 
 
 def _run_island(island: Island, environment: Environment) -> None:
@@ -137,8 +146,8 @@ def _run_island(island: Island, environment: Environment) -> None:
     if key not in environment:
         environment[key] = _function_of(island)
     arrays = [read_value(read, environment) for read in island.reads]
-    first = island.nodes[0]
-    with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
+    stack = island.first.stack[: island.common_scopes]
+    with _jax_compat.place_of(island.first.equation, stack):
         results = environment[key](*arrays)
     environment.update(zip((write.value for write in island.writes), results, strict=True))
 

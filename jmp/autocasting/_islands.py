@@ -161,11 +161,12 @@ def split_at(node: Node, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]
 
 
 def repeated_numbers(nodes: Sequence[Node]) -> list[Node]:
-    """Returns the nodes that make what an island reads of one number, in program order.
+    """Returns the nodes that make the large arrays of one number that an island reads.
 
-    The island makes it itself: a recomputation would read an array of zeros from memory.
+    The island makes them itself: a recomputation would read an array of zeros from memory.
     """
-    made = [v.producer for v in entering(nodes) if v.constant is not None]
+    large = (v for v in entering(nodes) if v.constant is not None and v.size >= SMALL)
+    made = [value.producer for value in large]
     operands = lambda node: [v.producer for v in node.inputs if v.producer is not None]
     found = reached([node for node in made if node is not None], operands)
     return sorted(found, key=lambda node: node.index)

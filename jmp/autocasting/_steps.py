@@ -191,6 +191,7 @@ class Island(NamedTuple):
     writes: tuple[Write, ...]  # values read outside
     recompute: Recompute
     shares_casts: bool  # all readers of an input share one cast
+    first: Node  # in whose place it is bound
     common_scopes: int  # how many name scopes its nodes stand in together
     rewrites: Mapping[Node, Rewrite] = {}
     lowering: IslandLowering | None = None

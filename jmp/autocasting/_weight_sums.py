@@ -11,7 +11,6 @@ computed before the loop of tangents. The transpose of that is the product after
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, Step, nodes_of
-from jmp.autocasting._wide_gradients import run_either, weight_product_p
+from jmp.autocasting._wide_gradients import weight_product_p
 
 
 class Multiplied(NamedTuple):
@@ -127,50 +126,46 @@ def _turns_together(probes: Sequence[Probe], turns: Any) -> int:
 
 
 def run_probed(
-    undifferentiated: Callable[..., Any],
-    run: Callable[[int, Sequence[Any]], list[Any]],
+    run: Callable[[Sequence[Any]], list[Any]],
     scan: _jax_compat.Scan,
     body: Probed,
     operands: Sequence[Any],
-) -> Any:
-    """Runs a scan whose weights have their gradients after some turns together.
+) -> list[Any]:
+    """Runs a scan whose weights have their gradients after every `body.turns` turns.
 
     Args:
-      undifferentiated: the scan, as a function of its operands.
-      run: some turns of the scan with probes, given their number, the operands, and the probes'
-        addends. It returns also what was multiplied and is no row, stacked.
-      scan: its parameters.
+      run: so many turns with probes, given the operands and the probes' addends. It returns also
+        what was multiplied and is no row, stacked.
+      scan: the parameters.
       body: of it.
+      operands: of the scan.
     """
-    together = body.turns
-    some_turns = partial(_some_turns, partial(run, together), scan, body)
+    if body.turns == scan.length:
+        return _some_turns(run, scan, body, operands)
+    constants, carries, arrays = scan.split(operands)
 
-    def differentiated(*operands: Any) -> list[Any]:
-        if together == scan.length:
-            return some_turns(*operands)
-        constants, carries, arrays = scan.split(operands)
+    def part(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = _some_turns(run, scan, body, [*constants, *carry, *rows])
+        return results[: scan.n_carry], results[scan.n_carry :]
 
-        def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = some_turns(*constants, *carry, *rows)
-            return results[: scan.n_carry], results[scan.n_carry :]
-
-        parts = [x.reshape(-1, together, *x.shape[1:]) for x in arrays]
-        carry, stacked = lax.scan(turn, carries, parts, reverse=scan.reverse)
-        return [*carry, *(x.reshape(-1, *x.shape[2:]) for x in stacked)]
-
-    return run_either(undifferentiated, differentiated, operands)
+    parts = [x.reshape(-1, body.turns, *x.shape[1:]) for x in arrays]
+    count = scan.length // body.turns
+    carry, stacked = lax.scan(part, carries, parts, length=count, reverse=scan.reverse)
+    return [*carry, *(x.reshape(-1, *x.shape[2:]) for x in stacked)]
 
 
 def _some_turns(
     run: Callable[[Sequence[Any]], list[Any]],
     scan: _jax_compat.Scan,
     body: Probed,
-    *operands: Any,
+    operands: Sequence[Any],
 ) -> list[Any]:
     half, probes = body.plan.request.settings.compute_dtype, body.probes
     weights = {probe.position for probe in probes}
     count = len(body.plan.stores) - sum(probe.row is None for probe in probes)
-    addends = [jnp.zeros((body.turns, *probe.addend.aval.shape), half) for probe in probes]
+
+    def zeros() -> list[Any]:
+        return [jnp.zeros((body.turns, *probe.addend.aval.shape), half) for probe in probes]
 
     def of_rounded(operands: Sequence[Any], addends: Sequence[Any]) -> list[Any]:
         rounded = (cast(x, half) if i in weights else x for i, x in enumerate(operands))
@@ -183,7 +178,8 @@ def _some_turns(
         def of_moving(arrays: Sequence[Any], addends: Sequence[Any]) -> list[Any]:
             return of_rounded(replaced(primals, moving, arrays), addends)
 
-        results, tangent_of = jax.linearize(of_moving, [primals[i] for i in moving], addends)
+        addends = zeros()
+        results, tangents_of = jax.linearize(of_moving, [primals[i] for i in moving], addends)
         arrays, stacked = scan.split(primals)[2], iter(results[count:])
         changes = []
         for probe, zero in zip(probes, addends, strict=True):
@@ -191,11 +187,11 @@ def _some_turns(
             weight = tangents[probe.position]
             is_moving = not is_zero[probe.position]
             changes.append(_product(probe, other, weight) if is_moving else zero)
-        return results[:count], tangent_of([tangents[i] for i in moving], changes)[:count]
+        return results[:count], tangents_of([tangents[i] for i in moving], changes)[:count]
 
-    turn = jax.custom_jvp(lambda *operands: of_rounded(operands, addends)[:count])
-    turn.defjvp(rule, symbolic_zeros=True)
-    results: list[Any] = turn(*operands)
+    turns = jax.custom_jvp(lambda *operands: of_rounded(operands, zeros())[:count])
+    turns.defjvp(rule, symbolic_zeros=True)
+    results: list[Any] = turns(*operands)
     return results
 
 

@@ -81,7 +81,7 @@ class ScanKind(Kind):
             reads = [None if w else dtype for w, dtype in zip(weights, reads, strict=True)]
             rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
             nested = level.nested(node, [plan], stores, reads, rounds)
-            if not any(rounds) or _jax_compat.has_named_axes(node.inputs[0]):
+            if not (has_gradient and any(rounds)) or _jax_compat.has_named_axes(node.inputs[0]):
                 return nested
             values_of = [v if half else None for v, half in zip(constants, rounds, strict=True)]
             return nested._replace(probed=probed(plan, values_of, arrays, scan.length, level.half))

@@ -1,0 +1,169 @@
+"""Programs of a few lines on which a plan may move more bytes than the same program in half.
+
+Each is one text: with float32 it is what a user writes, with a half type what the same user writes
+by hand.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROWS, WIDTH = 16384, 512
+
+
+class LeanProgram(NamedTuple):
+    """A loss of parameters and a batch, given the dtype of its products, and their shapes."""
+
+    loss: Callable[..., Callable[..., Any]]
+    params: Any
+    batch: tuple[Any, ...]
+
+
+def _struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def norm(x):
+    """RMSNorm in float32, with a result in the dtype of its argument."""
+    y = x.astype(jnp.float32)
+    return (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def mean_square(x):
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def gated(y):
+    a, b = jnp.split(y, 2, -1)
+    return a * jax.nn.sigmoid(b)
+
+
+BRANCHES = {
+    "product": lambda x, w: norm(x) @ w[:, :WIDTH],
+    "tanh": lambda x, w: jnp.tanh(norm(x) @ w[:, :WIDTH]),
+    "gate": lambda x, w: gated(norm(x) @ w),
+    "norm after": lambda x, w: norm(x @ w[:, :WIDTH]),
+    "norm before and after": lambda x, w: norm(norm(x) @ w[:, :WIDTH]),
+    "dropped": lambda x, w: jnp.where(norm(x) > 0, 2.0, 0) * (norm(x) @ w[:, :WIDTH]),
+}
+
+
+def residual(dtype, branch):
+    """A residual stream of eight branches."""
+
+    def loss(params, x):
+        x = x.astype(dtype) @ params[0][:, :WIDTH].astype(dtype)
+        for w in params[1:]:
+            x = x + BRANCHES[branch](x, w.astype(dtype))
+        return mean_square(x @ params[0][:, -WIDTH:].astype(dtype))
+
+    return loss
+
+
+def squeeze_and_excite(dtype):
+    """A value that a float32 mean and a gate read, behind a batch normalisation."""
+
+    def normalised(x):
+        y = x.astype(jnp.float32)
+        mean = jnp.mean(y, (0, 1), keepdims=True)
+        scale = lax.rsqrt(jnp.mean(y * y, (0, 1), keepdims=True) - mean * mean + 1e-5)
+        return ((y - mean) * scale).astype(dtype)
+
+    def loss(params, x):
+        x = x.astype(dtype)
+        for w, gate in params:
+            y = jax.nn.silu(normalised(x @ w.astype(dtype)))
+            pooled = jnp.mean(y.astype(jnp.float32), 1).astype(dtype)
+            x = y * jax.nn.sigmoid(pooled @ gate.astype(dtype))[:, None]
+        return mean_square(x @ params[0][0].astype(dtype))
+
+    return loss
+
+
+def force(dtype, forward, act=jax.nn.gelu):
+    """A derivative inside the loss, as of forces and physics-informed networks."""
+
+    def loss(params, x):
+        def energy(x):
+            for w in params:
+                x = act(x @ w.astype(dtype))
+            return x
+
+        x = x.astype(dtype)
+        if forward:
+            return mean_square(jax.jvp(energy, (x,), (jnp.ones_like(x),))[1])
+        return mean_square(jax.grad(lambda x: jnp.sum(energy(x).astype(jnp.float32)))(x))
+
+    return loss
+
+
+def recurrent(dtype):
+    """A GRU without biases; by hand its weights' gradients are added up in half."""
+
+    def loss(params, x):
+        wx, wh = (w.astype(dtype) for w in params)
+
+        def turn(h, x):
+            r, z, n = jnp.split(x @ wx, 3, -1)
+            of_r, of_z, of_n = jnp.split(h @ wh, 3, -1)
+            r, z = jax.nn.sigmoid(r + of_r), jax.nn.sigmoid(z + of_z)
+            return (1 - z) * jnp.tanh(n + r * of_n) + z * h, None
+
+        return mean_square(lax.scan(turn, jnp.zeros((64, WIDTH), dtype), x.astype(dtype))[0])
+
+    return loss
+
+
+def lookup(dtype):
+    """Rows taken by indices that do not repeat."""
+
+    def loss(w, x, places):
+        w = w.astype(dtype)
+        rows = (x.astype(dtype) @ w).at[places].get(mode="fill", fill_value=0, unique_indices=True)
+        return mean_square(jax.nn.relu(rows @ w))
+
+    return loss
+
+
+def elu_stream(dtype):
+    """A stream that begins with an input, and a function that compares with zeros."""
+
+    def loss(params, x):
+        x = x.astype(dtype)
+        for w in params:
+            x = x + jax.nn.elu(norm(x) @ w.astype(dtype))
+        return mean_square(x)
+
+    return loss
+
+
+def _matrices(count: int, columns: int = WIDTH) -> list[Any]:
+    return [_struct(WIDTH, columns)] * count
+
+
+_BATCH = (_struct(ROWS, WIDTH),)
+LEAN_PROGRAMS = {
+    **{
+        f"residual, {name}": LeanProgram(
+            functools.partial(residual, branch=name), _matrices(9, 2 * WIDTH), _BATCH
+        )
+        for name in BRANCHES
+    },
+    "squeeze and excite": LeanProgram(
+        squeeze_and_excite, [(_struct(64, 64),) * 2] * 2, (_struct(64, 4096, 64),)
+    ),
+    "gradient in the loss": LeanProgram(
+        functools.partial(force, forward=False), _matrices(3), _BATCH
+    ),
+    "jvp in the loss": LeanProgram(functools.partial(force, forward=True), _matrices(3), _BATCH),
+    "gradient of tanh in the loss": LeanProgram(
+        functools.partial(force, forward=False, act=jnp.tanh), _matrices(3), _BATCH
+    ),
+    "recurrent": LeanProgram(recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
+    "lookup": LeanProgram(lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
+    "a stream from an input": LeanProgram(elu_stream, _matrices(4), _BATCH),
+}

@@ -1,0 +1,130 @@
+"""Gradients of a loop's weights that are summed after several turns of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp
+from tests.errors import relative_error
+
+SIZE, ROWS = 32, 4
+KEYS = jax.random.split(jax.random.key(0), 5)
+W, V = (jax.random.normal(key, (SIZE, SIZE)) / SIZE**0.5 for key in KEYS[:2])
+BIAS = jax.random.normal(KEYS[2], (1, SIZE)) / 4
+
+
+def inputs(turns):
+    return jax.random.normal(KEYS[3], (turns, ROWS, SIZE))
+
+
+def recurrent(params, x, reverse=False, length=None):
+    """A gated network: products of a carry and of rows, and a bias."""
+
+    def turn(h, x):
+        x = jnp.tanh(h + BIAS) if x is None else x
+        gate = jax.nn.sigmoid(h @ params["w"] + params["b"])
+        h = gate * h + (1 - gate) * jnp.tanh(x @ params["v"])
+        return h, jnp.mean(h, -1)
+
+    h, means = lax.scan(turn, jnp.zeros((ROWS, SIZE)), x, reverse=reverse, length=length)
+    return jnp.sum(h**2) + jnp.sum(means)
+
+
+def left(params, x):
+    """Weights that stand on the left, and one that two products read."""
+
+    def turn(h, x):
+        return jnp.tanh(params["w"] @ h + params["v"] @ x.T + params["w"] @ x.T), None
+
+    return jnp.sum(lax.scan(turn, jnp.ones((SIZE, ROWS)), x)[0] ** 2) + jnp.sum(params["b"])
+
+
+PARAMS = {"w": W, "v": V, "b": BIAS}
+FORMS = {
+    "all turns together": (recurrent, inputs(12)),
+    "in parts": (recurrent, inputs(48)),
+    "in reverse": (functools.partial(recurrent, reverse=True), inputs(48)),
+    "a prime number of turns": (recurrent, inputs(37)),
+    "without rows": (functools.partial(recurrent, length=48), None),
+    "on the left": (left, inputs(12)),
+}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_float32(form, half):
+    loss, x = FORMS[form]
+    lowered = jmp.autocast(loss, f"mixed_{half}")
+    found, expected = (jax.jit(jax.grad(f))(PARAMS, x) for f in (lowered, loss))
+    assert relative_error(found, expected) < 8 * float(jnp.finfo(half).eps)
+    inside = jmp.autocast(jax.grad(loss), f"mixed_{half}")  # nothing is summed later there
+    assert relative_error(jax.jit(inside)(PARAMS, x), expected) < 8 * float(jnp.finfo(half).eps)
+
+
+def products_after_loops(loss, x):
+    """Returns how many products with a float32 result stand outside of the loops over turns."""
+    lowered = jmp.autocast(lambda params: loss(params, x), "mixed_float16")
+    return sum(
+        equation.primitive.name in ("dot_general", "weight_product")
+        and equation.outvars[0].aval.dtype == jnp.float32
+        for equation in jax.make_jaxpr(jax.grad(lowered))(PARAMS).eqns
+    )
+
+
+def test_a_weight_has_one_product_after_the_loop():
+    assert products_after_loops(recurrent, inputs(12)) == 2
+    assert products_after_loops(recurrent, inputs(37)) == 0  # in the loop, turn by turn
+
+
+def test_results_that_are_larger_than_the_weights_are_not_stacked():
+    x = jnp.ones((12, 4 * SIZE, SIZE))
+
+    def loss(params, x):
+        turn = lambda h, x: (jnp.tanh(h @ params["w"] + x), None)
+        return jnp.sum(lax.scan(turn, jnp.zeros(x.shape[1:]), x)[0])
+
+    assert products_after_loops(loss, x) == 0
+
+
+TRANSFORMED = {
+    "jvp": lambda f: jax.jvp(f, (PARAMS,), (PARAMS,)),
+    "linearize": lambda f: jax.linearize(f, PARAMS)[1](PARAMS),
+    "vmap": lambda f: jax.vmap(jax.grad(f))(jax.tree.map(lambda w: jnp.stack([w, w / 2]), PARAMS)),
+    "jvp of grad": lambda f: jax.jvp(jax.grad(f), (PARAMS,), (PARAMS,))[1],
+    "grad of grad": lambda f: jax.grad(
+        lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(p)))
+    )(PARAMS),
+    "remat": lambda f: jax.grad(jax.checkpoint(f))(PARAMS),
+    "one weight": lambda f: jax.grad(lambda w: f({**PARAMS, "w": w}))(W),
+    "no weight": lambda f: jax.grad(lambda b: f({**PARAMS, "b": b}))(BIAS),
+    "eager": lambda f: jax.grad(f)(PARAMS),
+}
+
+
+@pytest.mark.parametrize("turns", [12, 48])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_under_transformations(name, turns):
+    x = inputs(turns)
+    transform = (
+        TRANSFORMED[name] if name == "eager" else jax.jit(TRANSFORMED[name], static_argnums=0)
+    )
+    loss = lambda params: recurrent(params, x)
+    found, expected = (transform(f) for f in (jmp.autocast(loss, "mixed_float16"), loss))
+    assert relative_error(found, expected) < 0.02
+
+
+def test_the_sum_is_float32():
+    """16,384 rows and turns of equal sign: in half the sum would stop growing."""
+    x = jnp.ones((64, 256, 8))
+    w = jnp.full((8, 2048), 2.0**-11)
+
+    def loss(w):
+        turn = lambda total, x: (total + jnp.sum(jnp.tanh(x @ w)), None)
+        return lax.scan(turn, 0.0, x)[0]
+
+    found = jax.jit(jax.grad(jmp.autocast(loss, "mixed_float16")))(w)
+    np.testing.assert_allclose(found, jax.grad(loss)(w), rtol=2e-3)
