@@ -5,6 +5,7 @@ relative to autocast with all rules:
   - bytes moved, temporary memory and kernels of a training step in float16, compiled for an H200;
     estimated cycles and temporary memory in bfloat16, compiled for TPUs, where there is the
     compiler for them (`make targets`, and its interpreter). Counted, not timed, without devices;
+  - the same for small programs (`testbed.lean_programs`), on an H200;
   - the error of the gradient against float32, in both half types, on a CPU and at small sizes.
     There islands and arrays count as large from 256 elements on, so that all rules are at work. Up
     to 5 % is the luck of the roundings;
@@ -38,6 +39,8 @@ from jmp.autocasting._exact_products import find_angles
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._passes import targets
 from jmp.autocasting._steps import Arithmetic, Recompute
+from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
+from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
@@ -109,6 +112,16 @@ class Rule(NamedTuple):
 RULES = [
     Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
     Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
+    Rule("half between islands", {"_planner.first_in_half": lambda *_: None}),
+    Rule("numbers are repeated inside", {"_planner.repeated_numbers": lambda _: []}),
+    Rule(
+        "derivatives inside are kept",
+        {
+            "_islands.is_differentiated": lambda _: False,
+            "_planner.is_differentiated": lambda _: False,
+        },
+    ),
+    Rule("weights are summed after turns", {"kinds.scan.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_storage.Storage.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),
@@ -327,8 +340,20 @@ def errors(model: Model, base: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-MEASURED: list[tuple[Model, str, Callable[..., Any]]] = [
+def lean(program: LeanProgram, base: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the figures of a step of a few lines in float16, and its text, for an H200."""
+    loss = jmp.autocast(program.loss(jnp.float32), "mixed_float16", platform="gpu")
+    step = program.step(loss)
+    text = jax.jit(step).lower(program.params, *program.batch).as_text()
+    if base is not None and text == base["text"]:
+        return base
+    found = compile_for_gpu("h200", step, program.params, *program.batch)
+    return {"text": text, **{figure: getattr(found, figure) for figure in FIGURES}}
+
+
+MEASURED: list[tuple[Any, str, Callable[..., Any]]] = [
     *((model, "cost", cost) for model in MODELS if model.name in SIZES),
+    *((program, "lean", lean) for program in LEAN_PROGRAMS),
     *(
         (model, machine, functools.partial(cost, machine=machine))
         for machine, names in ON_TPUS.items()
@@ -346,7 +371,7 @@ def measure(names: list[str], found: dict[str, Any]) -> None:
     for model, what, measured in MEASURED:
         if what in TPUS and importlib.util.find_spec("libtpu") is None:
             continue
-        wanted = [name for name in names if name not in ("cost", "errors", *TPUS)]
+        wanted = [name for name in names if name not in ("cost", "errors", "lean", *TPUS)]
         if (wanted and model.name not in wanted) or (wanted != names and what not in names):
             continue
         # They change neither what an H200 moves nor what is rounded, and may change TPUs' programs.

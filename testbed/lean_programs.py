@@ -18,9 +18,19 @@ ROWS, WIDTH = 16384, 512
 class LeanProgram(NamedTuple):
     """A loss of parameters and a batch, given the dtype of its products, and their shapes."""
 
+    name: str
     loss: Callable[..., Callable[..., Any]]
     params: Any
     batch: tuple[Any, ...]
+
+    def step(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a step of SGD with such a loss."""
+
+        def step(params: Any, *batch: Any) -> Any:
+            gradients = jax.grad(loss)(params, *batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+        return step
 
 
 def _struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -146,24 +156,36 @@ def _matrices(count: int, columns: int = WIDTH) -> list[Any]:
 
 
 _BATCH = (_struct(ROWS, WIDTH),)
-LEAN_PROGRAMS = {
-    **{
-        f"residual, {name}": LeanProgram(
-            functools.partial(residual, branch=name), _matrices(9, 2 * WIDTH), _BATCH
+LEAN_PROGRAMS = (
+    *(
+        LeanProgram(
+            f"residual, {name}",
+            functools.partial(residual, branch=name),
+            _matrices(9, 2 * WIDTH),
+            _BATCH,
         )
         for name in BRANCHES
-    },
-    "squeeze and excite": LeanProgram(
-        squeeze_and_excite, [(_struct(64, 64),) * 2] * 2, (_struct(64, 4096, 64),)
     ),
-    "gradient in the loss": LeanProgram(
-        functools.partial(force, forward=False), _matrices(3), _BATCH
+    LeanProgram(
+        "squeeze and excite",
+        squeeze_and_excite,
+        [(_struct(64, 64),) * 2] * 2,
+        (_struct(64, 4096, 64),),
     ),
-    "jvp in the loss": LeanProgram(functools.partial(force, forward=True), _matrices(3), _BATCH),
-    "gradient of tanh in the loss": LeanProgram(
-        functools.partial(force, forward=False, act=jnp.tanh), _matrices(3), _BATCH
+    *(
+        LeanProgram(
+            f"{name} in the loss",
+            functools.partial(force, forward=name == "jvp", act=act),
+            _matrices(3),
+            _BATCH,
+        )
+        for name, act in (
+            ("gradient", jax.nn.gelu),
+            ("jvp", jax.nn.gelu),
+            ("gradient of tanh", jnp.tanh),
+        )
     ),
-    "recurrent": LeanProgram(recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
-    "lookup": LeanProgram(lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
-    "a stream from an input": LeanProgram(elu_stream, _matrices(4), _BATCH),
-}
+    LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
+    LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
+    LeanProgram("a stream from an input", elu_stream, _matrices(4), _BATCH),
+)

@@ -47,6 +47,23 @@ def _(found: Any) -> str:
     return _rules(found, "cost", list(found["all rules"]["cost"]))
 
 
+@figure("rules/lean")
+def _(found: Any) -> str:
+    """Of programs that a rule changes by 2 % or more, these rules."""
+    base = found["all rules"]["lean"]
+
+    def is_felt(rule: str, program: str) -> bool:
+        figures = found.get(rule, {}).get("lean", {}).get(program, "the same")
+        if figures == "the same":
+            return False
+        return any(abs(figures[name] / base[program][name] - 1) >= 0.02 for name in figures)
+
+    rules = [rule for rule in found if any(is_felt(rule, program) for program in base)]
+    programs = [program for program in base if any(is_felt(rule, program) for rule in rules)]
+    kept = {"all rules": found["all rules"], **{rule: found[rule] for rule in rules}}
+    return _rules(kept, "lean", programs)
+
+
 @figure("rules/tpus")
 def _(found: Any) -> str:
     columns = [
