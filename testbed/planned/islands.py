@@ -300,3 +300,70 @@ def columns_by_the_sums_of_rows(x, w):
 def softmax_that_nothing_rounds(x, w):
     """A float32 result has the derivative that it had."""
     return jax.nn.softmax(x @ w, -1)
+
+
+# What is half between islands.
+
+
+def _scaled(x):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+@planned(X, W)
+def stream_of_branches_that_end_in_tanh(x, w):
+    """The sum is half: the norm reads it, and so does the next sum."""
+    x = x @ w
+    for _ in range(2):
+        x = x + jnp.tanh(_scaled(x) @ w)
+    return x @ w
+
+
+@planned(X, W)
+def stream_of_norms(x, w):
+    """A sum is half that nothing else in its component reads."""
+    x = x @ w
+    x = x + _scaled(x @ w)
+    return (x + _scaled(x @ w)) @ w
+
+
+@planned(X, W)
+def gate_by_a_mean(x, w):
+    """What a mean and a gate behind a product read is half."""
+    y = jax.nn.silu(x @ w)
+    return (y * jax.nn.sigmoid(jnp.mean(y, 0, keepdims=True) @ w)) @ w
+
+
+@planned(X, W)
+def stream_that_begins_with_an_input(x, w):
+    """An input is rounded for the sum of a stream; the zeros of elu are made in its island."""
+    x = x + jax.nn.elu(x @ w)
+    return (_scaled(x) @ w + x) @ w
+
+
+@planned(X, W, ROW)
+def sum_with_a_bias(x, w, b):
+    """The sum of a normalised value and a bias stays in the island."""
+    y = _scaled(x @ w) + b
+    return (y + _scaled(y) @ w) @ w
+
+
+@planned(X, W)
+def unbounded_stream(x, w):
+    """A sum that nothing bounds stays float32 in float16."""
+    y = jnp.exp(x @ w)
+    y = y + jnp.exp(x @ w + 1)
+    return ((y + jnp.tanh(_scaled(y) @ w)) / y.sum()) @ w
+
+
+@planned(X, W)
+def derivative_in_the_loss(x, w):
+    """Islands of a derivative keep what they compute; tanh is half there."""
+    energy = lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+    return jnp.sum(jax.grad(energy)(x) ** 2)
+
+
+@planned(X, W, struct(128, dtype=jnp.int32))
+def rows_that_do_not_repeat(x, w, places):
+    """A lookup of rows that are each taken once is half."""
+    rows = (x @ w).at[places].get(mode="fill", fill_value=0, unique_indices=True)
+    return (rows + (x @ w)[places]) @ w
