@@ -24,6 +24,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp
+from jmp import _jax_compat
 from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._exact_products import find_angles
 from jmp.autocasting._numbers import is_inexact
@@ -95,6 +97,10 @@ ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
 
 
+def _without_derivatives() -> Any:
+    return types.SimpleNamespace(**{**vars(_jax_compat), "is_differentiated": lambda _: False})
+
+
 class Rule(NamedTuple):
     """A rule of the planner, and what switches it off: by address, what stands there instead.
 
@@ -112,15 +118,9 @@ class Rule(NamedTuple):
 RULES = [
     Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
     Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
-    Rule("half between islands", {"_planner.first_in_half": lambda *_: None}),
+    Rule("half between islands", {"_planner.half_between": lambda *_: set()}),
     Rule("numbers are repeated inside", {"_planner.repeated_numbers": lambda _: []}),
-    Rule(
-        "derivatives inside are kept",
-        {
-            "_islands.is_differentiated": lambda _: False,
-            "_planner.is_differentiated": lambda _: False,
-        },
-    ),
+    Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
     Rule("weights are summed after turns", {"kinds.scan.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_storage.Storage.leaves_half": lambda *_: False}),

@@ -180,7 +180,9 @@ class Scan(NamedTuple):
 
 def with_length(params: Params, length: int) -> Params:
     """Returns the parameters of a scan of another number of turns."""
-    return {**params, "length": length, "unroll": 1}
+    unroll = params["unroll"]
+    is_number = not isinstance(unroll, bool)
+    return {**params, "length": length, "unroll": min(unroll, length) if is_number else unroll}
 
 
 class While(NamedTuple):

@@ -80,16 +80,3 @@ def masked(result: Any, mask: Any, *others: Any) -> Any:
 
 
 masked.defjvp(lambda primals, tangents: (masked(*primals), tangents[0]))
-
-
-@jax.custom_jvp
-def as_stored(result: Any) -> Any:
-    """Returns half numbers of -1 and more; XLA may not read them as they were before rounding.
-
-    It computes a bfloat16 function in float32, takes the rounding away together with the cast of
-    what reads it, and writes float32 numbers. A maximum it computes in bfloat16.
-    """
-    return lax.max(result, np.asarray(-1, result.dtype))
-
-
-as_stored.defjvp(lambda primals, tangents: (as_stored(*primals), *tangents))

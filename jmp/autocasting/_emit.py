@@ -146,8 +146,8 @@ def _run_island(island: Island, environment: Environment) -> None:
     if key not in environment:
         environment[key] = _function_of(island)
     arrays = [read_value(read, environment) for read in island.reads]
-    stack = island.first.stack[: island.common_scopes]
-    with _jax_compat.place_of(island.first.equation, stack):
+    first = island.nodes[0]
+    with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
         results = environment[key](*arrays)
     environment.update(zip((write.value for write in island.writes), results, strict=True))
 
@@ -194,6 +194,8 @@ def _function_of(island: Island) -> Function:
             environment = {value: _rounded_again(array) for value, array in environment.items()}
         if island.shares_casts:
             environment = {value: _in_float32(value, environment) for value in entering}
+        for value in island.numbers:
+            environment[value] = lax.full(value.aval.shape, np.float32(value.constant), FLOAT32)
         if island.lowering is not None:
             environment = island.lowering.enter(environment)
         for node in island.nodes:

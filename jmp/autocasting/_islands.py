@@ -21,7 +21,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
-from jmp.autocasting._numbers import is_inexact
+from jmp.autocasting._numbers import has_symbols, is_inexact, shape_of
 from jmp.autocasting._reasons import LARGE_INPUT
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Fused, Island, Recompute, S, Step
@@ -74,7 +74,9 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
     """
     largest = times * max(v.size for node in nodes for v in node.outputs)
-    if any(map(is_differentiated, nodes)):  # each order of derivatives would compute it again
+    if any(
+        _jax_compat.is_differentiated(node.stack) for node in nodes
+    ):  # each order of derivatives would compute it again
         return Recompute.PLAIN
     if asked == "all":
         return Recompute.RECOMPUTE
@@ -99,77 +101,85 @@ def entering(nodes: Sequence[Node]) -> list[Value]:
     return [v for v in values if v.producer not in inside and v.literal is None]
 
 
-def is_differentiated(node: Node) -> bool:
-    """Returns whether a node is part of a derivative that the function itself takes."""
-    return _jax_compat.is_differentiated(node.stack)
-
-
-def first_in_half(nodes: Sequence[Node], why: Mapping[Node, str], storage: Storage) -> Node | None:
-    """Returns the first large node of a component that is better computed by itself, in half.
+def half_between(nodes: Sequence[Node], why: Mapping[Node, str], storage: Storage) -> set[Node]:
+    """Returns the nodes of a component that are better computed by themselves, in half.
 
     An island hands its results on rounded. If another island reads one, it widens it again: XLA
     takes that pair of casts away, and writes float32 numbers. A half operation leaves no pair. So
     these are half operations, as they are by hand:
 
-    - What an island and, behind a barrier, more than products read. Such as the sum of a residual
-      stream and a branch that ends in tanh: the next norm reads it, and the next such sum. Without
-      this, 8 such layers move 35 % more bytes, and hold 43 % more memory.
-    - A sum of streams that nothing else in the component reads.
-    - A bounded function in a derivative that the function itself takes: the derivative reads it,
-      and what is differentiated again reads it once more.
+    - The sum of a residual stream, which was read in front of a barrier too, and a branch that ends
+      in tanh, say. The next norm reads it, and the next such sum. Without this, 8 such layers move
+      35 % more bytes, and hold 43 % more memory. Whoever reads it: a prefill that needs no more
+      than caches is rounded as what is trained. A stream may begin with an input.
+    - What the component and, behind a barrier, more than products read, such as a mean and a gate.
+
+    Operands are rounded once more for it: not statistics, such as a mean, nor a bias, nor what
+    nothing bounds. Sizes do not count: a token that is decoded alone is rounded as in a prefill.
 
     Args:
-      nodes: of a component, in program order.
+      nodes: of the component, in program order.
       why: reasons of those that require float32.
       storage: what is decided of values from outside.
     """
-    inside = set(nodes)
+    inside, found = set(nodes), set[Node]()
 
     def may_be_half(value: Value, result: Value) -> bool:
-        # No statistic, such as a mean, and no bias.
         is_whole = value.source_size >= result.size
+        if value.producer in found:
+            return True
         if value.producer in inside:
             return is_whole and not storage.is_out_of_range(value, value.users)
         is_input = value not in storage.facts.dependent and value.varies
         return not value.is_float32 or storage.is_half(value) or (is_input and is_whole)
 
-    for node in nodes:
-        (result, *_), rule = node.outputs, node.rule
-        if result.size < SMALL or not storage.leaves_half(result, inside):
-            continue
-        if rule.bounded and not rule.wraps and is_differentiated(node) and node not in why:
-            return node
-        if not rule.affine or why.get(node, LARGE_INPUT) != LARGE_INPUT:
-            continue
+    def is_stream(node: Node) -> bool:
+        depths = storage.facts.depths
+        earlier = (u for v in node.inputs for u in v.users if depths.get(u, 0) < depths[node])
+        return node.rule.linear and any(user in depths for user in earlier)
+
+    def crosses(result: Value) -> bool:
         others = [user for user in result.users if user not in inside]
-        is_read_here = len(others) < len(result.users)
-        if (is_read_here or rule.linear) and not storage.is_multiplied(result, others):
-            if all(may_be_half(value, result) for value in node.inputs):
-                return node
-    return None
+        return len(others) < len(result.users) and not storage.is_multiplied(result, others)
+
+    for node in nodes:
+        if len(node.outputs) != 1 or not storage.leaves_half(node.outputs[0], inside):
+            continue
+        (result,) = node.outputs
+        is_half = node.rule.affine and why.get(node, LARGE_INPUT) == LARGE_INPUT
+        is_half = is_half and (is_stream(node) or crosses(result))
+        if is_half and all(may_be_half(value, result) for value in node.inputs):
+            found.add(node)
+    return found
 
 
-def split_at(node: Node, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Returns the nodes of a component that compute what a node reads, and all others but it."""
-    inside = set(nodes)
+def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
+    """Returns the nodes of a component by how many single ones stand in front of them."""
+    numbers: dict[Node, int] = {}
+    found: list[list[Node]] = []
+    for node in nodes:
+        before = (value.producer for value in node.inputs if value.producer in numbers)
+        number = max((numbers[p] + (p in single) for p in before if p is not None), default=0)
+        numbers[node] = number
+        found += [[] for _ in range(number + 1 - len(found))]
+        found[number].append(node)
+    return found
 
-    def producers(node: Node) -> list[Node]:
-        return [v.producer for v in node.inputs if v.producer is not None and v.producer in inside]
 
-    before = set(reached([node], producers)) - {node}
-    return [n for n in nodes if n in before], [n for n in nodes if n not in {node, *before}]
+def repeated_numbers(nodes: Sequence[Node]) -> list[Value]:
+    """Returns the large arrays of one number that an island reads, such as the zeros of an elu.
 
-
-def repeated_numbers(nodes: Sequence[Node]) -> list[Node]:
-    """Returns the nodes that make the large arrays of one number that an island reads.
-
-    The island makes them itself: a recomputation would read an array of zeros from memory.
+    The island makes them itself: a recomputation would read them from memory.
     """
-    large = (v for v in entering(nodes) if v.constant is not None and v.size >= SMALL)
-    made = [value.producer for value in large]
-    operands = lambda node: [v.producer for v in node.inputs if v.producer is not None]
-    found = reached([node for node in made if node is not None], operands)
-    return sorted(found, key=lambda node: node.index)
+    return [
+        value
+        for value in entering(nodes)
+        if value.constant is not None
+        and value.is_float32
+        and not has_symbols(shape_of(value))
+        and not _jax_compat.has_named_axes(value)
+        and value.size >= SMALL
+    ]
 
 
 class Cone(NamedTuple):
@@ -300,6 +310,7 @@ def _key_of(island: Island) -> Hashable:
         tuple((name(value), value.aval, dtype) for value, dtype, *_ in island.reads),
         tuple(map(describe, island.nodes)),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
+        tuple((name(value), value.aval, repr(value.constant)) for value in island.numbers),
         (island.recompute, island.prevent_cse, island.shares_casts),
         island.lowering and (type(island.lowering), *map(name, island.lowering.values)),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting._casts import as_stored, masked
+from jmp.autocasting._casts import masked
 from jmp.autocasting._steps import Environment, Single
 from jmp.autocasting._wide_gradients import (
     Parts,
@@ -45,15 +45,6 @@ class MaskedSum:
             others = [x for i, x in enumerate(operands) if i != mask]
             results = [masked(result, operands[mask], *others) for result in results]
         return results
-
-
-@dataclasses.dataclass(frozen=True)
-class StaysRounded:
-    """A bounded function whose half result XLA stores, and not the float32 it is computed in."""
-
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the result."""
-        return [as_stored(result) for result in as_it_is(step)(operands)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 """
 
 import functools
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 
@@ -16,13 +16,12 @@ from jmp.autocasting._islands import (
     choose_recompute,
     common_scopes_of,
     entering,
-    first_in_half,
     group,
-    is_differentiated,
+    half_between,
     normalises_rows,
     peel,
     repeated_numbers,
-    split_at,
+    stages,
     with_keys,
 )
 from jmp.autocasting._kinds import Level, has_kind, kind_of
@@ -31,7 +30,6 @@ from jmp.autocasting._lowerings import (
     MovedWithWideGradient,
     MultipliedInHalf,
     SentInHalf,
-    StaysRounded,
 )
 from jmp.autocasting._magnitudes import magnitude_of_sums
 from jmp.autocasting._precision import why_not_lowered, with_default
@@ -86,7 +84,8 @@ class Planner(Level):
         for depth in sorted({*fusible, *barriers}):
             for node in (*fusible.get(depth, []), *barriers.get(depth, [])):
                 self.storage.measure(node)
-            steps += self._components(fusible.get(depth, []))
+            for nodes in group(fusible.get(depth, []), self.facts.cuts):
+                steps += self._component(nodes)
             steps += map(self._barrier, barriers.get(depth, []))
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
@@ -97,21 +96,28 @@ class Planner(Level):
 
     # Components of fusible nodes.
 
-    def _components(self, nodes: list[Node]) -> list[Step]:
-        components = group(nodes, self.facts.cuts)
-        return [step for component in components for step in self._component(component)]
-
     def _component(self, nodes: list[Node]) -> list[Step]:
-        inside = set(nodes)
-        why = {
-            node: reason for node in nodes if (reason := why_float32(node, inside, self.storage))
-        }
+        """Returns the steps of a component: islands, with half operations between them."""
+        why = self._why(nodes)
         if not why:
             return [self._by_itself(node) for node in nodes]
-        if (half := first_in_half(nodes, why, self.storage)) is not None:
-            before, after = split_at(half, nodes)
-            steps = self._components(before)
-            return [*steps, self._by_itself(half), *self._components(after)]
+        single = half_between(nodes, why, self.storage)
+        if not single:
+            return self._undivided(nodes, why)
+        steps: list[Step] = []
+        for stage in stages(nodes, single):
+            for part in group((n for n in stage if n not in single), self.facts.cuts):
+                reasons = self._why(part)
+                steps += self._undivided(part, reasons) if reasons else map(self._by_itself, part)
+            steps += [self._by_itself(node) for node in stage if node in single]
+        return steps
+
+    def _why(self, nodes: Sequence[Node]) -> dict[Node, str]:
+        inside = set(nodes)
+        reasons = ((node, why_float32(node, inside, self.storage)) for node in nodes)
+        return {node: reason for node, reason in reasons if reason}
+
+    def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
         settings, cuts = self.context.request.settings, self.facts.cuts
         recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
         if recompute is Recompute.PLAIN:
@@ -125,8 +131,7 @@ class Planner(Level):
         storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
         values = (value for node in nodes for value in node.outputs)
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
-        first, scopes = nodes[0], common_scopes_of(nodes)
-        nodes = [*repeated_numbers(nodes), *nodes]
+        numbers = repeated_numbers(nodes)
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
@@ -134,13 +139,13 @@ class Planner(Level):
         return Island(
             nodes=tuple(nodes),
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in entering(nodes)),
+            reads=tuple(Read(v, storage.dtype(v)) for v in entering(nodes) if v not in numbers),
             writes=tuple(storage.leaving(value, own) for value in leaving),
             recompute=recompute,
             shares_casts=recompute is Recompute.RECOMPUTE
             and normalises_rows(nodes, self.facts.cuts),
-            first=first,
-            common_scopes=scopes,
+            common_scopes=common_scopes_of(nodes),
+            numbers=tuple(numbers),
         )
 
     def _by_itself(self, node: Node) -> Step:
@@ -148,10 +153,7 @@ class Planner(Level):
             return self._single(node, Arithmetic.FLOAT32)
         if has_kind(node.name) and not kind_of(node.name).runs_as_written:
             return kind_of(node.name).plan(node, self)
-        single = self._single(node, _half_arithmetic(node))
-        # In float16 XLA computes it as it stands.
-        stays = node.rule.bounded and is_differentiated(node) and self.half != np.float16
-        return single._replace(lowering=StaysRounded()) if stays else single
+        return self._single(node, _half_arithmetic(node))
 
     # Barriers.
 

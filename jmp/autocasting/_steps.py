@@ -191,8 +191,8 @@ class Island(NamedTuple):
     writes: tuple[Write, ...]  # values read outside
     recompute: Recompute
     shares_casts: bool  # all readers of an input share one cast
-    first: Node  # in whose place it is bound
     common_scopes: int  # how many name scopes its nodes stand in together
+    numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
     rewrites: Mapping[Node, Rewrite] = {}
     lowering: IslandLowering | None = None
     prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
@@ -295,7 +295,12 @@ def on_islands(change: Callable[[Island, Any], Step]) -> Callable[..., list[Step
 
 def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
-    producers = {value: i for i, step in enumerate(steps) for value in _results_of(step)}
+    producers = {
+        value: index
+        for index, step in enumerate(steps)
+        for node in nodes_of(step)
+        for value in node.outputs
+    }
     place = [nodes_of(step)[-1].index for step in steps]
     needs = [
         {producers.get(read.value, index) for read in step.reads} - {index}
@@ -318,12 +323,6 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         order.append(steps[first])
         sorter.done(first)
     return order
-
-
-def _results_of(step: Step) -> Iterable[Value]:
-    if isinstance(step, Island):
-        return [write.value for write in step.writes]
-    return (value for node in nodes_of(step) for value in node.outputs)
 
 
 def _has_effects(step: Step) -> bool:

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 import jmp
-from tests.errors import relative_error
+from tests.errors import largest_error, relative_error
+from tests.products import PRODUCTS, equations_of
 
 SIZE, ROWS = 32, 4
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -45,12 +46,12 @@ def left(params, x):
 
 PARAMS = {"w": W, "v": V, "b": BIAS}
 FORMS = {
-    "all turns together": (recurrent, inputs(12)),
-    "in parts": (recurrent, inputs(48)),
+    "few turns": (recurrent, inputs(12)),
+    "many turns": (recurrent, inputs(48)),
     "in reverse": (functools.partial(recurrent, reverse=True), inputs(48)),
     "a prime number of turns": (recurrent, inputs(37)),
     "without rows": (functools.partial(recurrent, length=48), None),
-    "on the left": (left, inputs(12)),
+    "on the left": (left, inputs(48)),
 }
 
 
@@ -65,29 +66,32 @@ def test_gradients_are_those_of_float32(form, half):
     assert relative_error(jax.jit(inside)(PARAMS, x), expected) < 8 * float(jnp.finfo(half).eps)
 
 
-def products_after_loops(loss, x):
-    """Returns how many products with a float32 result stand outside of the loops over turns."""
+def stacked_products(loss, x):
+    """Returns how many products of the gradient sum over turns and rows at once."""
     lowered = jmp.autocast(lambda params: loss(params, x), "mixed_float16")
-    return sum(
-        equation.primitive.name in ("dot_general", "weight_product")
-        and equation.outvars[0].aval.dtype == jnp.float32
-        for equation in jax.make_jaxpr(jax.grad(lowered))(PARAMS).eqns
-    )
+    products = (e for e in equations_of(jax.grad(lowered), PARAMS) if e.primitive.name in PRODUCTS)
+    return sum(len(product.params["dimension_numbers"][0][0]) == 2 for product in products)
 
 
-def test_a_weight_has_one_product_after_the_loop():
-    assert products_after_loops(recurrent, inputs(12)) == 2
-    assert products_after_loops(recurrent, inputs(37)) == 0  # in the loop, turn by turn
+def test_a_weight_has_one_product_for_several_turns():
+    assert stacked_products(recurrent, inputs(48)) == 2
+    assert stacked_products(recurrent, inputs(37)) == 0  # a prime number: turn by turn
 
 
 def test_results_that_are_larger_than_the_weights_are_not_stacked():
-    x = jnp.ones((12, 4 * SIZE, SIZE))
+    x = jnp.ones((48, 4 * SIZE, SIZE))
 
     def loss(params, x):
         turn = lambda h, x: (jnp.tanh(h @ params["w"] + x), None)
         return jnp.sum(lax.scan(turn, jnp.zeros(x.shape[1:]), x)[0])
 
-    assert products_after_loops(loss, x) == 0
+    assert stacked_products(loss, x) == 0
+
+
+def test_a_program_that_runs_forwards_has_no_probes():
+    lowered = jmp.autocast(lambda params: recurrent(params, inputs(48)), "mixed_float16")
+    loops = [e for e in equations_of(lowered, PARAMS) if e.primitive.name == "scan"]
+    assert [loop.params["length"] for loop in loops] == [48]
 
 
 TRANSFORMED = {
@@ -115,6 +119,51 @@ def test_under_transformations(name, turns):
     loss = lambda params: recurrent(params, x)
     found, expected = (transform(f) for f in (jmp.autocast(loss, "mixed_float16"), loss))
     assert relative_error(found, expected) < 0.02
+
+
+def test_a_product_of_two_weights_is_not_stacked():
+    def loss(params):
+        turn = lambda h, x: (jnp.tanh(h @ (params["w"] @ params["v"]) + x), None)
+        return jnp.sum(lax.scan(turn, jnp.zeros((ROWS, SIZE)), inputs(48))[0] ** 2)
+
+    found, expected = (jax.grad(f)(PARAMS) for f in (jmp.autocast(loss, "mixed_float16"), loss))
+    assert largest_error({n: found[n] for n in "wv"}, {n: expected[n] for n in "wv"}) < 0.005
+
+
+@pytest.mark.parametrize("shape", [(48, 0, SIZE), (0, ROWS, SIZE)])
+def test_without_rows_or_turns_gradients_are_zero(shape):
+    def loss(w):
+        turn = lambda h, x: (jnp.tanh(h @ w + x), None)
+        return jnp.sum(lax.scan(turn, jnp.zeros(shape[1:]), jnp.ones(shape))[0])
+
+    np.testing.assert_array_equal(jax.grad(jmp.autocast(loss, "mixed_float16"))(W), 0)
+
+
+def test_turns_are_unrolled_as_they_were():
+    def loss(w):
+        turn = lambda h, x: (jnp.tanh(h @ w + x), None)
+        return jnp.sum(lax.scan(turn, jnp.zeros((ROWS, SIZE)), inputs(48), unroll=4)[0])
+
+    lowered = jmp.autocast(loss, "mixed_float16")
+    loops = [e for e in equations_of(jax.grad(lowered), W) if e.primitive.name == "scan"]
+    assert 4 in {loop.params["unroll"] for loop in loops}
+
+
+@pytest.mark.parametrize(("half", "limit"), [("float16", 0.03), ("bfloat16", 0.15)])
+def test_derivatives_of_derivatives_do_not_stop_growing(half, limit):
+    """JAX adds their gradients up in half, within the turns that are stacked: not over all 4096."""
+    w, x = jnp.full((256, 4), 2.0**-9), jnp.ones((4096, 1, 256))
+
+    def loss(w, scale):
+        turn = lambda total, x: (total + jnp.sum(jnp.tanh(scale * (x @ w))), None)
+        return lax.scan(turn, 0.0, x)[0]
+
+    def gradient(f):
+        tangent = lambda w: sum(jax.jvp(lambda scale: f(w, scale), (1.0,), (1.0,)))
+        return jax.jit(jax.grad(tangent))(w)
+
+    found, expected = gradient(jmp.autocast(loss, f"mixed_{half}")), gradient(loss)
+    assert relative_error(found, expected) < limit
 
 
 def test_the_sum_is_float32():

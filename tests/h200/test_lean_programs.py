@@ -13,8 +13,10 @@ from tests.commands import in_full
 MACHINES = [("h200", "float16"), ("b200", "bfloat16")]
 OF_ALL = ("gradient in the loss", "residual, tanh")
 BYTES, TEMP = 1.02, 1.05
-# The derivative that JAX takes of tanh in bfloat16 keeps another array of it.
-OTHER_BYTES = {("gradient of tanh in the loss", "bfloat16"): 1.06}
+# The derivative of gelu reads one minus its tanh, of which half would leave no digits: tanh is kept
+# in float32. By hand it is half.
+OTHER_BYTES = {"gradient in the loss": 1.13, "jvp in the loss": 1.03}
+OTHER_TEMP = {"jvp in the loss": 1.07}
 
 
 def figures(machine, loss, program):
@@ -36,5 +38,5 @@ def test_as_lean_as_by_hand(name, recompute, machine, half):
         program.loss(jnp.float32), f"mixed_{half}", platform="gpu", recompute=recompute
     )
     found = figures(machine, lowered, program)
-    assert found[0] <= OTHER_BYTES.get((name, half), BYTES) * by_hand[0]
-    assert found[1] <= TEMP * by_hand[1]
+    assert found[0] <= OTHER_BYTES.get(name, BYTES) * by_hand[0]
+    assert found[1] <= OTHER_TEMP.get(name, TEMP) * by_hand[1]

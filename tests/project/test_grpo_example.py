@@ -101,17 +101,20 @@ def test_a_question_and_its_answer_are_digits():
 
 
 def test_it_learns(grpo, made):
-    programs, state, rows = made(grpo.Kind("mixed_float16"), "--learning-rate=1e-3")
-    rewards = []
-    for step in range(100):
-        samples, reward = programs.sample(state.params, rows(step), 0, step)
-        rewards.append(float(reward))
-        for _ in range(2):
-            state, measured = programs.train(state, samples)
-            assert not measured["applied_nonfinite"]
-    assert np.mean(rewards[-20:]) > np.mean(rewards[:20]) + 0.1
-    # The first scale may be too large for it, and then halves.
-    assert measured["skipped"] < 5 and measured["loss_scale"] > 2.0**10
+    gains = []
+    for seed in range(3):  # a single one gains 0.07 to 0.2, in float32 0.10 to 0.16
+        programs, state, rows = made(grpo.Kind("mixed_float16"), "--learning-rate=1e-3")
+        rewards = []
+        for step in range(100):
+            samples, reward = programs.sample(state.params, rows(step), seed, step)
+            rewards.append(float(reward))
+            for _ in range(2):
+                state, measured = programs.train(state, samples)
+                assert not measured["applied_nonfinite"]
+        gains.append(np.mean(rewards[-20:]) - np.mean(rewards[:20]))
+        # The first scale may be too large for it, and then halves.
+        assert measured["skipped"] < 5 and measured["loss_scale"] > 2.0**10
+    assert np.mean(gains) > 0.1
 
 
 def steps_of(programs, state, rows, count=2):

@@ -81,10 +81,10 @@ class ScanKind(Kind):
             reads = [None if w else dtype for w, dtype in zip(weights, reads, strict=True)]
             rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
             nested = level.nested(node, [plan], stores, reads, rounds)
-            if not (has_gradient and any(rounds)) or _jax_compat.has_named_axes(node.inputs[0]):
+            if not has_gradient or any(map(_jax_compat.has_named_axes, node.inputs)):
                 return nested
-            values_of = [v if half else None for v, half in zip(constants, rounds, strict=True)]
-            return nested._replace(probed=probed(plan, values_of, arrays, scan.length, level.half))
+            by_turn = [v if half else None for v, half in zip(constants, rounds, strict=True)]
+            return nested._replace(probed=probed(plan, by_turn, values, arrays, scan.length))
 
         if not any(buffers):
             return planned(in_half, level.context.has_gradient)
