@@ -101,8 +101,10 @@ def entering(nodes: Sequence[Node]) -> list[Value]:
     return [v for v in values if v.producer not in inside and v.literal is None]
 
 
-def half_between(nodes: Sequence[Node], why: Mapping[Node, str], storage: Storage) -> set[Node]:
-    """Returns the nodes of a component that are better computed by themselves, in half.
+def half_between(
+    nodes: Sequence[Node], why: Mapping[Node, str], storage: Storage, asked: str
+) -> set[Node]:
+    """Returns the large nodes of a component that are better computed by themselves, in half.
 
     An island hands its results on rounded. If another island reads one, it widens it again: XLA
     takes that pair of casts away, and writes float32 numbers. A half operation leaves no pair. So
@@ -110,19 +112,22 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], storage: Storag
 
     - The sum of a residual stream, which was read in front of a barrier too, and a branch that ends
       in tanh, say. The next norm reads it, and the next such sum. Without this, 8 such layers move
-      35 % more bytes, and hold 43 % more memory. Whoever reads it: a prefill that needs no more
-      than caches is rounded as what is trained. A stream may begin with an input.
+      35 % more bytes, and hold 43 % more memory. It does not matter who reads the sum, so that a
+      prefill, which needs only caches, is rounded as in training. A stream may begin with an input.
     - What the component and, behind a barrier, more than products read, such as a mean and a gate.
 
     Operands are rounded once more for it: not statistics, such as a mean, nor a bias, nor what
-    nothing bounds. Sizes do not count: a token that is decoded alone is rounded as in a prefill.
+    nothing bounds.
 
     Args:
       nodes: of the component, in program order.
       why: reasons of those that require float32.
       storage: what is decided of values from outside.
+      asked: what the user said of recomputing; only if that depends on sizes, small nodes are left
+        out.
     """
     inside, found = set(nodes), set[Node]()
+    least = SMALL if asked == "auto" else 0
 
     def may_be_half(value: Value, result: Value) -> bool:
         is_whole = value.source_size >= result.size
@@ -143,9 +148,9 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], storage: Storag
         return len(others) < len(result.users) and not storage.is_multiplied(result, others)
 
     for node in nodes:
-        if len(node.outputs) != 1 or not storage.leaves_half(node.outputs[0], inside):
+        (result, *others) = node.outputs
+        if others or result.size < least or not storage.leaves_half(result, inside):
             continue
-        (result,) = node.outputs
         is_half = node.rule.affine and why.get(node, LARGE_INPUT) == LARGE_INPUT
         is_half = is_half and (is_stream(node) or crosses(result))
         if is_half and all(may_be_half(value, result) for value in node.inputs):

@@ -101,7 +101,7 @@ class Planner(Level):
         why = self._why(nodes)
         if not why:
             return [self._by_itself(node) for node in nodes]
-        single = half_between(nodes, why, self.storage)
+        single = half_between(nodes, why, self.storage, self.context.request.settings.recompute)
         if not single:
             return self._undivided(nodes, why)
         steps: list[Step] = []

@@ -73,7 +73,7 @@ def probed(
       results.
     """
     half = plan.request.settings.compute_dtype
-    # What is the same at each turn is not stacked: a product of two weights.
+    # A factor that is the same at each turn, such as another weight, is not stacked.
     results = lambda value: [result for user in value.users for result in user.outputs]
     moving = set(reached([*carries, *rows], results))
     probes: list[Probe] = []
@@ -135,8 +135,8 @@ def _is_plain_product(step: Single, half: np.dtype) -> bool:
 def _turns_together(probes: Sequence[Probe], turns: Any) -> int:
     """Returns how many turns are stacked for one product: a divisor of the turns of the scan.
 
-    What is stacked takes no more bytes than float32 gradients of the weights. Products come out in
-    half, as all gradients of weights do, and `PARTS` of them at least add up in float32.
+    The stacks take no more bytes than float32 gradients of the weights. Products come out in half,
+    as all gradients of weights do, and at least `PARTS` of them add up in float32.
     """
     if not probes or has_symbols((turns,)):
         return 1
