@@ -148,8 +148,10 @@ def half_between(
         return len(others) < len(result.users) and not storage.is_multiplied(result, others)
 
     for node in nodes:
-        (result, *others) = node.outputs
-        if others or result.size < least or not storage.leaves_half(result, inside):
+        if len(node.outputs) != 1:
+            continue
+        (result,) = node.outputs
+        if result.size < least or not storage.leaves_half(result, inside):
             continue
         is_half = node.rule.affine and why.get(node, LARGE_INPUT) == LARGE_INPUT
         is_half = is_half and (is_stream(node) or crosses(result))
