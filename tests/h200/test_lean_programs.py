@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -17,6 +18,9 @@ BYTES, TEMP = 1.02, 1.05
 # in float32. By hand it is half.
 OTHER_BYTES = {"gradient in the loss": 1.13, "jvp in the loss": 1.03}
 OTHER_TEMP = {"jvp in the loss": 1.07}
+if jax.__version_info__ >= (0, 12):  # the newest compiler moves fewer bytes by hand
+    OTHER_BYTES |= {"gradient of tanh in the loss": 1.13, "a stream from an input": 1.08}
+    OTHER_TEMP |= {"gradient of tanh in the loss": 1.16, "a stream from an input": 1.08}
 
 
 def figures(machine, loss, program):
