@@ -74,9 +74,8 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
     """
     largest = times * max(v.size for node in nodes for v in node.outputs)
-    if any(
-        _jax_compat.is_differentiated(node.stack) for node in nodes
-    ):  # each order of derivatives would compute it again
+    # Each order of derivatives would compute again what is part of one.
+    if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
         return Recompute.PLAIN
     if asked == "all":
         return Recompute.RECOMPUTE

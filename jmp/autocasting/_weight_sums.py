@@ -10,6 +10,7 @@ used. Its tangent is the product of what was multiplied, stacked, and the tangen
 computed before the loop of tangents. The transpose of that is the product behind the turns.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,13 +96,11 @@ def probed(
     together = _turns_together(probes, turns)
     if together == 1:
         return None
-    graph = plan.graph
     stacked = _multiplied_values(probes)
-    graph = type(graph)(
-        [*graph.inputs, *(probe.addend for probe in probes)],
-        graph.nodes,
-        [*graph.outputs, *stacked],
-        graph.constants,
+    graph = dataclasses.replace(
+        plan.graph,
+        inputs=[*plan.graph.inputs, *(probe.addend for probe in probes)],
+        outputs=[*plan.graph.outputs, *stacked],
     )
     lowered = {p.step.node: p.step._replace(lowering=WithAddend(p.addend)) for p in probes}
     return Probed(

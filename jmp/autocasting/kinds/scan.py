@@ -81,7 +81,8 @@ class ScanKind(Kind):
             reads = [None if w else dtype for w, dtype in zip(weights, reads, strict=True)]
             rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
             nested = level.nested(node, [plan], stores, reads, rounds)
-            if not has_gradient or any(map(_jax_compat.has_named_axes, node.inputs)):
+            may_be_summed = has_gradient and any(rounds)
+            if not may_be_summed or any(map(_jax_compat.has_named_axes, node.inputs)):
                 return nested
             by_turn = [v if half else None for v, half in zip(constants, rounds, strict=True)]
             return nested._replace(probed=probed(plan, by_turn, values, arrays, scan.length))
