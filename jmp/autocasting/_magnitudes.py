@@ -19,13 +19,13 @@ written in half overflows too, and that is seen.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import Node, Value, are_same, root
+from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
 from jmp.autocasting._numbers import dtype_of, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
@@ -86,6 +86,7 @@ ORDINARY = Magnitude()  # of a half value, and of what may have been one
 STEEP, FLAT = Magnitude(degree=math.inf), Magnitude(degree=0.0)
 TINY = float(jnp.finfo(np.float32).tiny)
 MINUS_ONE = Magnitude(-1, -1, 0)
+LOG_OF_2 = Magnitude(math.log(2), math.log(2), 0)
 
 
 def magnitude_of_source(value: Value) -> Magnitude:
@@ -105,6 +106,8 @@ def magnitude_of_source(value: Value) -> Magnitude:
 
 def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
     """Returns the magnitudes of a node's results, given those of its operands."""
+    if inside := _of_results_inside(node, operands):
+        return inside
     found = _of_result(node, operands) if node.outputs else None
     if found is None:
         return list(map(magnitude_of_source, node.outputs))
@@ -130,6 +133,27 @@ def hull(magnitudes: Sequence[Magnitude]) -> Magnitude:
     return largest._replace(low=low, high=high)
 
 
+def _of_results_inside(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
+    """Returns the magnitudes of what functions inside return; none where they are a loop's."""
+    outside = dict(zip(node.inputs, operands, strict=True))
+    found: dict[Value, list[Magnitude]] = {}
+    for inside in node.insides:
+        if any(isinstance(argument, Carry) for argument in inside.arguments):
+            return []
+        given = [outside[value_of(argument)] for argument in inside.arguments]
+        known = dict(zip(inside.inputs, given, strict=True))
+        for inner in inside.graph.nodes:
+            results = magnitudes_of_results(inner, [_bound(known, v) for v in inner.inputs])
+            known.update(zip(inner.outputs, results, strict=True))
+        for result, value in zip(inside.results, inside.graph.outputs, strict=True):
+            found.setdefault(result, []).append(_bound(known, value))
+    return [hull(found[value]) for value in node.outputs] if found else []
+
+
+def _bound(known: Mapping[Value, Magnitude], value: Value) -> Magnitude:
+    return known[value] if value in known else magnitude_of_source(value)
+
+
 def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
     """Returns the magnitude of a node's first result; None if no more is known than its dtype."""
     rule = node.rule
@@ -145,13 +169,20 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
             for value, magnitude in zip(node.inputs, operands, strict=True)
             if value.dtype == node.outputs[0].dtype
         ]
-        # A function inside, such as that of relu, may make anything of them.
+        # A loop may make anything of them.
         found = hull(held) if held else None
         return found if rule.holds_operands or not found else found._replace(low=-math.inf)
     return None
 
 
 # Magnitudes of results.
+
+
+def _added(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
+    found = _add(x, y)
+    left, right = map(root, node.inputs)
+    # Parts of one array are added up one after another: a prefix sum that goes by halves.
+    return found._replace(terms=x.terms + y.terms) if left is right else found
 
 
 def _add(x: Magnitude, y: Magnitude) -> Magnitude:
@@ -164,11 +195,21 @@ def _add(x: Magnitude, y: Magnitude) -> Magnitude:
 
 def _subtract(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
     found = _add(x, y.opposite)
-    value, other = map(root, node.inputs)
-    maximum = other.producer
-    if maximum is None or maximum.name != "reduce_max" or root(maximum.inputs[0]) is not value:
-        return found
-    return found._replace(high=0.0)
+    return found._replace(high=0.0) if _are_maxima(node.inputs[1], node.inputs[0]) else found
+
+
+def _are_maxima(value: Value, of: Value) -> bool:
+    """Returns whether each number of `of` meets in `value` a maximum over numbers it is one of."""
+    source = value
+    while (node := source.producer) is not None and (
+        node.rule.reshapes or node.rule.repeats or node.name == "stop_gradient"
+    ):
+        source = node.inputs[0]
+    if node is None or node.name != "reduce_max" or not are_same(node.inputs[0], of):
+        return False
+    reduced = node.params["axes"]
+    rows = tuple(1 if axis in reduced else n for axis, n in enumerate(shape_of(of)))
+    return source.size == value.size and (source.size == 1 or shape_of(value) == rows)
 
 
 def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
@@ -215,6 +256,20 @@ def _bounded_power(base: float, power: float) -> float:
     return float(base**power)
 
 
+def _multiplied(x: Magnitude, count: float) -> Magnitude:
+    """Returns the magnitude of a product of several numbers of a value."""
+    found = _raised(x, count)
+    if x.low >= 0:
+        return found
+    far = _bounded_power(max(-x.low, x.high), count)
+    return found._replace(low=-far, high=far)
+
+
+def _cube_root(x: Magnitude) -> Magnitude:
+    found = _raised(x, 1 / 3)
+    return found._replace(low=math.cbrt(x.low), high=math.cbrt(x.high))
+
+
 def _exp(x: Magnitude) -> Magnitude:
     low, high = (math.exp(end) if end < 88 else math.inf for end in (x.low, x.high))
     return Magnitude(low, high, math.inf)
@@ -240,11 +295,12 @@ def _between(x: Magnitude, low: float, high: float) -> Magnitude:
 
 def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
     """A choice, by the sign of one of two values perhaps, as in elu."""
-    chosen, test = list(cases), root(node.inputs[0]).producer
+    chosen, test = list(cases), node.inputs[0].producer
     if test is not None and test.rule.compares and len(cases) == 2:
-        value, zero = map(root, test.inputs)
-        for holds, case in enumerate(map(root, node.inputs[1:])):
-            if case is value and zero.constant == 0 and test.name[0] in "gl":  # greater, less
+        value, zero = test.inputs
+        for holds, case in enumerate(node.inputs[1:]):
+            is_it = are_same(case, value) and root(zero).constant == 0
+            if is_it and test.name[0] in "gl":  # greater, less
                 is_positive = (test.name[0] == "g") == bool(holds)
                 ends = (0.0, math.inf) if is_positive else (-math.inf, 0.0)
                 chosen[holds] = _between(chosen[holds], *ends)
@@ -269,8 +325,8 @@ def _length_along(node: Node, parameter: str) -> int:
 
 # For each primitive, a function of the node and of its operands' magnitudes.
 TRANSFERS: dict[str, Callable[..., Magnitude]] = {
-    "add": lambda node, x, y: _add(x, y),
-    "add_any": lambda node, x, y: _add(x, y),
+    "add": _added,
+    "add_any": _added,
     "sub": _subtract,
     "neg": lambda node, x: x.opposite,
     "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
@@ -280,9 +336,11 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "pow": lambda node, x, y: STEEP if y.number is None else _raised(x, y.number),
     "sqrt": lambda node, x: _raised(x, 0.5),
     "rsqrt": lambda node, x: _raised(x, -0.5),
-    "cbrt": lambda node, x: _raised(x, 1 / 3),
+    "cbrt": lambda node, x: _raised(x, 1 / 3)._replace(
+        low=math.cbrt(x.low), high=math.cbrt(x.high)
+    ),
     "exp": lambda node, x: _exp(x),
-    "exp2": lambda node, x: _exp(x),
+    "exp2": lambda node, x: _exp(_multiply(x, LOG_OF_2)),
     "expm1": lambda node, x: _add(_exp(x), MINUS_ONE),
     "abs": lambda node, x: _absolute(x),
     "max": lambda node, x, y: hull([x, y])._replace(low=max(x.low, y.low)),
@@ -290,9 +348,9 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "clamp": lambda node, low, x, high: _between(x, low.low, high.high),
     "select_n": _chosen,
     "reduce_sum": lambda node, x: _sum(x, _ratio(node)),
-    "reduce_prod": lambda node, x: _raised(x, _ratio(node)),
+    "reduce_prod": lambda node, x: _multiplied(x, _ratio(node)),
     "cumsum": lambda node, x: _partial_sums(x, _length_along(node, "axis")),
-    "cumprod": lambda node, x: hull([x, _raised(x, _length_along(node, "axis"))]),
+    "cumprod": lambda node, x: hull([x, _multiplied(x, _length_along(node, "axis"))]),
     "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
     "iota": lambda node: Magnitude(0, _length_along(node, "dimension")),
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),

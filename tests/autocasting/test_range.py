@@ -31,6 +31,9 @@ def rows_of(x):
     return jnp.broadcast_to(x, (ROWS,)) if x.ndim == 0 else jnp.resize(x, (ROWS,))
 
 
+squared = jax.custom_jvp(jnp.square)
+squared.defjvp(lambda primals, tangents: (primals[0] ** 2, 2 * primals[0] * tangents[0]))
+
 # How a number is made of the result of a product `h` (ROWS, WIDTH) of standard deviation 30, or of
 # arguments: one for each row, or one for all of them.
 OF_A_PRODUCT = {
@@ -66,6 +69,8 @@ OF_A_PRODUCT = {
     "sums side by side": lambda h: jnp.concatenate([jnp.abs(h).sum()[None], h[:, 0] ** 2 + 9])[0],
     "trapezoids": lambda h: jnp.trapezoid(jnp.abs(h).sum(-1)),
     "softplus of a square": lambda h: jax.nn.softplus((9 * h[:, 0]) ** 2),
+    "prefix sum": lambda h: jax.lax.associative_scan(jnp.add, jnp.abs(h).sum(-1)),
+    "in a custom derivative": lambda h: squared(20 * h[:, 0]) + 1,
     "in a jit": lambda h: jax.jit(lambda h: jnp.abs(h).sum(), inline=False)(h),
     "in a remat": lambda h: jax.checkpoint(lambda h: jnp.abs(h).sum())(h),
     "in a branch": lambda h: jax.lax.cond(h[0, 0] > 0, lambda h: h.sum() ** 2, jnp.sum, jnp.abs(h)),
