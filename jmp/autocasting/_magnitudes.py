@@ -256,7 +256,7 @@ def _bounded_power(base: float, power: float) -> float:
     return float(base**power)
 
 
-def _multiplied(x: Magnitude, count: float) -> Magnitude:
+def _product_of_several(x: Magnitude, count: float) -> Magnitude:
     """Returns the magnitude of a product of several numbers of a value."""
     found = _raised(x, count)
     if x.low >= 0:
@@ -336,9 +336,7 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "pow": lambda node, x, y: STEEP if y.number is None else _raised(x, y.number),
     "sqrt": lambda node, x: _raised(x, 0.5),
     "rsqrt": lambda node, x: _raised(x, -0.5),
-    "cbrt": lambda node, x: _raised(x, 1 / 3)._replace(
-        low=math.cbrt(x.low), high=math.cbrt(x.high)
-    ),
+    "cbrt": lambda node, x: _cube_root(x),
     "exp": lambda node, x: _exp(x),
     "exp2": lambda node, x: _exp(_multiply(x, LOG_OF_2)),
     "expm1": lambda node, x: _add(_exp(x), MINUS_ONE),
@@ -348,9 +346,9 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "clamp": lambda node, low, x, high: _between(x, low.low, high.high),
     "select_n": _chosen,
     "reduce_sum": lambda node, x: _sum(x, _ratio(node)),
-    "reduce_prod": lambda node, x: _multiplied(x, _ratio(node)),
+    "reduce_prod": lambda node, x: _product_of_several(x, _ratio(node)),
     "cumsum": lambda node, x: _partial_sums(x, _length_along(node, "axis")),
-    "cumprod": lambda node, x: hull([x, _multiplied(x, _length_along(node, "axis"))]),
+    "cumprod": lambda node, x: hull([x, _product_of_several(x, _length_along(node, "axis"))]),
     "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
     "iota": lambda node: Magnitude(0, _length_along(node, "dimension")),
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
