@@ -356,4 +356,6 @@ def _way(way: random.Random, program: Program) -> tuple[str, dict[str, Any]]:
         options["rules"] = [(way.choice(program.scopes), kept)]
     if program.lower is None and way.random() < 0.08:
         options |= way.choice(OVERRIDES)
+    if program.lower is None and way.random() < 0.15:
+        options["platform"] = "tpu"
     return policy, options

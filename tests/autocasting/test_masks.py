@@ -7,6 +7,7 @@ import pytest
 
 import jmp
 from jmp import diagnostics
+from jmp.autocasting._casts import masked
 from tests.commands import in_full
 
 # Products with booleans are half, as with a mask that is cast.
@@ -141,6 +142,14 @@ def test_an_overflow_that_no_mask_makes_is_seen():
     for sign, added in ((1, 6e4), (-1, 9e3), (-1, -jnp.inf)):
         got = function(sign * large, EYE, jnp.full((4, 1, 8), sign * abs(added)))
         assert not np.isfinite(got).any()
+
+
+def test_what_a_mask_carried_there_stays_finite_from_ten_thousand_on():
+    """A mask of -1e4 is one, as in many models; a smaller number that overflows is no mask."""
+    sums = jnp.full(3, -jnp.inf, jnp.float16)
+    masks = jnp.array([-1e4, -9992, jnp.nan], jnp.float16)
+    np.testing.assert_array_equal(masked(sums, masks), [-65504, -np.inf, -np.inf])
+    np.testing.assert_array_equal(masked(sums, masks, jnp.full(3, jnp.inf)), sums)
 
 
 @pytest.mark.parametrize("t", [jnp.full((8, 8), 1e5), jnp.float32(1e5), jnp.full((1, 8), 1e5)])

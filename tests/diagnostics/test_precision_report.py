@@ -552,6 +552,13 @@ def test_a_float32_cache_that_comes_in_and_goes_out_is_a_hazard():
             assert len(found) == hazards
             assert all("an argument of 2.1 MB is a cache in float32" in one for one in found)
 
+    # One megabyte counts, and less does not.
+    for rows, hazards in ((1000, 1), (999, 0)):
+        cache = jax.ShapeDtypeStruct((5, rows, 50), jnp.float32)
+        weight, token = (jax.ShapeDtypeStruct((n, 50), jnp.float32) for n in (50, 5))
+        report = diagnostics.precision_report(step, "mixed_bfloat16")(weight, cache, token, place)
+        assert sum("cache" in hazard for hazard in report.hazards) == hazards
+
     # The result of a training step is no cache.
     sgd = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
     large = jax.ShapeDtypeStruct((64, 8192), jnp.float32)
