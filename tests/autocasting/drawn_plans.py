@@ -1,4 +1,4 @@
-"""What autocast makes of some 300 drawn programs, one line each, as it is written down.
+"""What autocast makes of some 300 drawn programs, and of each attention, as it is written down.
 
 `plan_listings/` shows the plans of programs that were written to show one thing. These are drawn,
 so that what no listing shows does not change unseen: a line has the equations and the casts of what
@@ -15,8 +15,10 @@ import pathlib
 from collections.abc import Iterator
 
 from benchmarks import plan_sample
-from benchmarks._plan_sources import Drawn, drawn_programs
+from benchmarks._plan_sources import Drawn, Program, drawn_programs
 from benchmarks._program_texts import names_of_package, without_lines, without_names
+from tests.autocasting import test_fused_attention as on_gpus
+from tests.autocasting import test_fused_attention_on_tpus as on_tpus
 
 LIST = pathlib.Path(__file__).with_suffix(".txt")
 # Sources that draw no parameters of models: a tenth of a second for each program.
@@ -27,8 +29,17 @@ TOGETHER = 10  # in one test
 
 @functools.cache
 def drawn() -> list[Drawn]:
-    """The programs, in their order."""
-    return list(drawn_programs(COUNT, SEED, SOURCES))
+    """The programs, in their order; attentions follow those that are drawn."""
+    found = list(drawn_programs(COUNT, SEED, SOURCES))
+    for platform, policy, cases in (
+        ("gpu", "mixed_float16", on_gpus.FOUND),
+        ("tpu", "mixed_bfloat16", on_tpus.FOUND),
+    ):
+        options = {"attention": "fused", "platform": platform}
+        for name, (fun, args, others) in cases.items():
+            program = Program(fun, (*args, *others))
+            found.append(Drawn(f"attention-{platform}", name, program, policy, options, True))
+    return found
 
 
 def parts() -> list[str]:
