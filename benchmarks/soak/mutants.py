@@ -46,6 +46,7 @@ COMPARISONS = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
+NOTHING = ("None", "False")  # of these one is as good as the other where the answer is no
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 
 
@@ -71,7 +72,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             new.test = ast.UnaryOp(ast.Not(), test)
         case ast.Expr(value=ast.Call()):
             new = ast.Pass()
-        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) not in NOTHING:
             new.value = ast.Constant(None)
         case _:
             return
@@ -90,6 +91,8 @@ def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
     """Yields (parent, field, index) of each node that can be changed."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            continue
+        if field == "keywords" and isinstance(tree, ast.ClassDef):  # `total=False`: only types
             continue
         items = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, item in items:

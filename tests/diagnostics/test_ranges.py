@@ -268,6 +268,18 @@ def test_scales_are_absolute_and_apply_only_to_gradients():
             assert before.shares("float16", 2.0**10) == before.shares("float16")
 
 
+@pytest.mark.parametrize("scale", [2.0**-126, 0.5, 1, 2.0**126])
+def test_a_power_of_two_is_a_scale(scale):
+    report = diagnostics.gradient_report(lambda w: w.sum() ** 2, scale=scale)(jnp.ones(2))
+    assert {row.scale for row in report.rows if row.role == "gradient"} == {scale}
+
+
+@pytest.mark.parametrize("scale", [2.0**-127, 2.0**127, 3, 0, -2, np.inf, np.nan])
+def test_what_would_round_is_no_scale(scale):
+    with pytest.raises(ValueError, match="power of two"):
+        diagnostics.gradient_report(lambda w: w.sum() ** 2, scale=scale)
+
+
 def unrolled(w, x):
     for _ in range(3):
         x = jnp.tanh(x @ w)

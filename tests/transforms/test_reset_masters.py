@@ -1,5 +1,6 @@
 """Masters and parameters that part: loaded parameters, and masters beyond the half range."""
 
+import collections
 import dataclasses
 
 import jax
@@ -47,6 +48,16 @@ def test_the_next_step_starts_from_the_parameters_that_were_loaded(tx):
     params, state = stepped(tx, transforms.reset_masters(state, LOADED), LOADED)
     assert [leaf.ravel()[0] for leaf in jax.tree.leaves(params)] == [2.5, 2.5, 2.5]
     assert bits(transforms.masters(state, params)) == bits(jmp.cast_to_full(params))
+
+
+def test_parameters_may_stand_in_a_class_that_is_named_like_a_state():
+    ModelState = collections.namedtuple("ModelState", "w")
+    params = ModelState(jnp.ones(2, jnp.float16))
+    state = OPTIMIZERS["a tree"].init(params)
+    new = transforms.reset_masters(state, ModelState(params.w * 3))
+    assert transforms.masters(new, params).w[0] == 3
+    with pytest.raises(TypeError, match="as the parameters"):
+        transforms.reset_masters(state, state)
 
 
 @every_optimizer
