@@ -376,6 +376,19 @@ def test_bounds_hold_where_functions_jump(function):
     assert relative_error(got[1:], expected[1:]) < 0.2
 
 
+def test_the_difference_of_each_two_numbers_has_no_bound_of_a_number_minus_itself():
+    """JAX repeats both operands of a subtraction whose shapes are (n, 1) and (1, n)."""
+    x, w = X[:, :8], WIDE[0][:8, :32]
+    down, out = (jax.random.normal(jax.random.key(i), (1024, 512)) / 32 for i in range(2))
+
+    def of(w, x):
+        h = x @ w
+        return jnp.mean((jnp.tanh((h.reshape(-1, 1) - h.reshape(1, -1)) @ down) @ out.T) ** 2)
+
+    got, expected = (gradient_of(fun)(w, x) for fun in (jmp.autocast(of, F8), of))
+    assert relative_error(got, expected) < 0.15
+
+
 def test_bounds_hold_if_large_numbers_cancel_in_bfloat16():
     def of(ws, x):
         return (jnp.maximum(x @ ws[0], 0.0) + 1000.0 - 1000.0) @ ws[1] @ ws[2]

@@ -208,6 +208,9 @@ def _is_scalar(node: Node, known: Collection[Value]) -> bool:
     """Returns whether a node is elementwise, and reads only known values and constants."""
     if node.holds_functions:  # a custom derivative, of a shape of its own
         return False
+    # In a difference of each two numbers JAX repeats both operands, so that none meets itself.
+    if any(value.size != node.outputs[0].size for value in node.inputs if value in known):
+        return False
     rule = node.rule
     is_elementwise = rule.elementwise or rule.expensive or rule.casts or rule.cheap
     are_read = all(value in known or value.constant is not None for value in node.inputs)
