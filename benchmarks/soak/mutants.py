@@ -46,7 +46,7 @@ COMPARISONS = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
-NOTHING = ("None", "False")  # of these one is as good as the other where the answer is no
+NOTHING = ("None", "False", "''")  # one is as good as another where the answer is no
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 
 

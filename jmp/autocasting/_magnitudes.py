@@ -85,7 +85,7 @@ class Magnitude(NamedTuple):
 ORDINARY = Magnitude()  # of a half value, and of what may have been one
 STEEP, FLAT = Magnitude(degree=math.inf), Magnitude(degree=0.0)
 TINY = float(jnp.finfo(np.float32).tiny)
-MINUS_ONE = Magnitude(-1, -1, 0)
+ZERO, MINUS_ONE = Magnitude(0, 0, 0), Magnitude(-1, -1, 0)
 LOG_OF_2 = Magnitude(math.log(2), math.log(2), 0)
 
 
@@ -171,7 +171,9 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
         ]
         # A loop may make anything of them.
         found = hull(held) if held else None
-        return found if rule.holds_operands or not found else found._replace(low=-math.inf)
+        if rule.holds_operands or found is None:
+            return found
+        return found._replace(low=-math.inf, high=math.inf)
     return None
 
 
@@ -308,10 +310,10 @@ def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
 
 
 def _scattered(node: Node, added: Magnitude) -> Magnitude:
-    """Returns the magnitude of what is added to one number: one of many, or all of them."""
+    """Returns the magnitude of what is added to one number: nothing, or up to all there is."""
     places = node.inputs[1]
-    everything = _partial_sums(added, max(1, places.size // max(1, shape_of(places)[-1])))
-    return everything._replace(terms=added.terms * _ratio(node, 2))
+    everything = _sum(added, max(1, places.size // max(1, shape_of(places)[-1])))
+    return hull([ZERO, added, everything])._replace(terms=added.terms * _ratio(node, 2))
 
 
 def _ratio(node: Node, operand: int = 0) -> float:

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from benchmarks import plan_sample
 from benchmarks._plan_sources import Drawn, Program, drawn_programs
 from benchmarks._program_texts import names_of_package, without_lines, without_names
-from tests.autocasting import test_fused_attention as on_gpus
-from tests.autocasting import test_fused_attention_on_tpus as on_tpus
+from tests.autocasting import attentions_on_gpus, attentions_on_tpus
 
 LIST = pathlib.Path(__file__).with_suffix(".txt")
 # Sources that draw no parameters of models: a tenth of a second for each program.
@@ -32,8 +31,8 @@ def drawn() -> list[Drawn]:
     """The programs, in their order; attentions follow those that are drawn."""
     found = list(drawn_programs(COUNT, SEED, SOURCES))
     for platform, policy, cases in (
-        ("gpu", "mixed_float16", on_gpus.FOUND),
-        ("tpu", "mixed_bfloat16", on_tpus.FOUND),
+        ("gpu", "mixed_float16", attentions_on_gpus.FOUND),
+        ("tpu", "mixed_bfloat16", attentions_on_tpus.FOUND),
     ):
         options = {"attention": "fused", "platform": platform}
         for name, (fun, args, others) in cases.items():

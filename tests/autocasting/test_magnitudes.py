@@ -4,6 +4,7 @@
 """
 
 import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import lax
 
 from jmp.autocasting._magnitudes import LARGEST_HALF, SMALLEST_HALF, Magnitude, _bounded_power
 from tests.autocasting.plans import plan_of
+from tests.commands import in_full
 
 ROWS, WIDTH = 32, 8
 INF = math.inf
@@ -210,6 +212,7 @@ OFFSETS = {
     "of the larger of two": (lambda h: (5 * h[:4] + 7) + (h[4:8] + 3), 10, 5),
     "taken away": (lambda h: (h + 300) - 300, 0, 1),
     "moved": (lambda h: (h + 300).T[:3], 300, 1),
+    "a power": (lambda h: jnp.exp(h + 5), 0, 1),
     "an array": (lambda h: h + MEANS, 250, 1),
 }
 
@@ -272,3 +275,63 @@ def test_powers_end_where_float32_does():
     powers = {(2, 127): 2.0**127, (2, 128): INF, (-2, 128): INF, (-2, 129): -INF, (-4, 0.5): 0}
     powers |= {(0, 0.5): 0, (1, 300): 1, (0.5, 300): 0.5**300, (-1, 301): -1, (-1, 300): 1}
     assert {case: _bounded_power(*case) for case in powers} == powers
+
+
+# Random expressions lie in the intervals that are found for them.
+
+ONE = (
+    jnp.abs, jnp.square, jnp.sqrt, lax.rsqrt, jnp.cbrt, jnp.exp, jnp.exp2, jnp.expm1, jnp.sin,
+    jnp.tanh, jnp.log, jnp.sign, jnp.floor, jax.nn.relu, jax.nn.elu, jax.nn.silu, jax.nn.softplus,
+    jax.nn.softmax, lax.cummax, lax.cumlogsumexp, lax.erf_inv, jax.checkpoint(jnp.square),
+    lambda x: x**3, lambda x: x**-2, lambda x: 1 / x, lambda x: -3 * x, lambda x: x + 2,
+    lambda x: 2 - x, lambda x: x / 7, lambda x: jnp.clip(x, -2, 3), lambda x: jnp.maximum(x, 1),
+    lambda x: jnp.minimum(x, 1), lambda x: x.T, lambda x: x[::-1], lambda x: jnp.roll(x, 1, 1),
+    lambda x: x - x.max(1, keepdims=True), lambda x: x - x.max(1)[None], lambda x: x - x.max(),
+    lambda x: x * x[:1].sum(1, keepdims=True), lambda x: x.prod(1)[None] + x, lambda x: x / x.var(),
+    lambda x: jnp.cumsum(x, 1), lambda x: jnp.cumprod(x, 0), lambda x: jnp.where(x > 0, x, -1.0),
+    lambda x: jnp.where(x < 0, x, 2.0), lambda x: jnp.where((x > 0).T, x, -1.0),
+    lambda x: x.at[2].add(x[3]), lambda x: x.at[jnp.array([1, 1])].multiply(2.0),
+    lambda x: jax.ops.segment_sum(x, jnp.arange(8) % 3, 8), lambda x: (x > 0) * 1.0,
+    lambda x: x.astype(jnp.int32) * 1.0, lambda x: lax.map(jnp.square, x) - 1,
+    lambda x: lax.scan(lambda c, row: (c + row, c * row), x[0], x)[1],
+    lambda x: lax.fori_loop(0, 3, lambda _, y: 1.5 * y + 1, x),
+    lambda x: lax.cond(x[0, 0] > 0, jnp.square, lambda y: y - 3, x),
+    lambda x: lax.associative_scan(jnp.add, x),
+)  # fmt: skip
+TWO = (
+    jnp.add, jnp.subtract, jnp.multiply, jnp.divide, jnp.maximum, jnp.minimum,
+    lambda x, y: jnp.where(x > 0, x, y), lambda x, y: jnp.clip(x, -jnp.abs(y), jnp.abs(y)),
+    lambda x, y: jnp.abs(x) ** y, lambda x, y: jnp.concatenate([x[:4], y[4:]]),
+)  # fmt: skip
+
+
+def expression(number):
+    """A function of one array, made of one to five of these; always the same one of a number."""
+    drawn = random.Random(number)
+    start = drawn.choice([lambda x: x, jnp.sin, jax.nn.sigmoid])
+    steps = [drawn.choice(TWO if drawn.random() < 0.3 else ONE) for _ in range(drawn.randint(1, 5))]
+    read = [[drawn.randint(0, i) for _ in range(2)] for i in range(len(steps))]
+
+    def value(x):
+        values = [start(x)]
+        for step, places in zip(steps, read, strict=True):
+            values.append(step(*(values[i] for i in places[: 2 if step in TWO else 1])))
+        return values[-1]
+
+    return value
+
+
+@pytest.mark.usefixtures("users_rank_promotion")
+@pytest.mark.parametrize("first", in_full(range(0, 2000, 200), first=2))
+def test_random_expressions_lie_in_their_intervals(first):
+    inputs = [scale * jax.random.normal(jax.random.key(0), (8, 8)) for scale in (0.1, 1, 30)]
+    for number in range(first, first + 200):
+        fun = expression(number)
+        bound = plan_of(fun, inputs[0]).infos[0].magnitude
+        for x in inputs if math.isfinite(bound.low) or math.isfinite(bound.high) else ():
+            found = np.asarray(fun(x))
+            found = found[np.isfinite(found)]
+            error = 1e-4 * np.abs(found).max(initial=1e-3)
+            assert (bound.low - error <= found).all() and (found <= bound.high + error).all(), (
+                number
+            )
