@@ -409,6 +409,20 @@ def test_an_error_while_a_model_is_written_leaves_it_whole(monkeypatch):
     assert contents(model) == before
 
 
+def test_what_a_failing_step_has_noted_at_variables_is_taken_away_again():
+    def fail(updates, state, params=None):
+        model.scale.set_metadata(noted=True)
+        raise RuntimeError("no step")
+
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), fail)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = model.scale.get_metadata()
+    with pytest.raises(RuntimeError, match="no step"):
+        adapter.train_step(net_loss, model, optimizer, ROWS)
+    assert model.scale.get_metadata() == before
+
+
 def test_a_step_whose_optimizer_fails_changes_nothing():
     def fail(updates, state, params=None):
         raise RuntimeError("no step")

@@ -113,6 +113,8 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
     assert worst.relative_error == pytest.approx(error / reference, rel=1e-12)
     assert worst.largest_error == max(row.largest_error for row in leaves)
     assert [row.path for row in found.worst(1)] == ["unsafe/w"]
+    many = diagnostics.compare(lambda xs: sum(map(jnp.sum, xs)), F16)([jnp.ones(2)] * 12)
+    assert len(many.worst()) == 10 and len(many.worst(12)) == 12
     assert [row.path for row in found.rows] == [
         "", "classifier/b", "classifier/w", "trunk/w", "unsafe/b", "unsafe/w",
     ]  # fmt: skip

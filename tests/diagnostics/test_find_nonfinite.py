@@ -454,6 +454,7 @@ def test_an_infinity_that_was_given_is_named_if_nobody_else_is_to_blame():
     mask = jnp.array([0.0, -jnp.inf])
     found = find_nonfinite(lambda x: x + mask)(jnp.ones(2))
     assert (found.operation, found.became) == ("constant", "infinity")
+    assert found.source.startswith("tests/diagnostics/test_find_nonfinite.py:")  # of its reader
     found = find_nonfinite(lambda x, mask: x + mask)(jnp.ones(2), mask)
     assert (found.operation, found.became) == ("argument args[1]", "infinity")
     found = find_nonfinite(lambda x, mask: jnp.exp(x + mask))(jnp.array([89.0, 0]), mask)

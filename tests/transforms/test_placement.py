@@ -114,6 +114,14 @@ def test_unusual_states_are_placed_under_jit_too():
     assert specs["inject_hyperparams"].inner_state[0].mu["kernel"] == P("x")
 
 
+def test_real_moments_of_complex_parameters_lie_as_these():
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        params = sharded(make_mesh(axis_type=axis_type), jnp.complex64)
+        tx = transforms.with_loss_scale(optax.adam(1e-3), SCALE)
+        adam = check_placed(jax.jit(tx.init)(params), params, tx).inner_state[0]
+        assert adam.nu["b"]["kernel"] == P("y", "x")
+
+
 def test_moments_that_forget_how_parameters_are_sharded_are_placed():
     def init(params):
         return jax.tree.map(lambda p: jnp.zeros(p.shape), params)

@@ -60,6 +60,13 @@ def test_parameters_may_stand_in_a_class_that_is_named_like_a_state():
         transforms.reset_masters(state, state)
 
 
+def test_a_python_number_among_parameters_is_set_as_it_is():
+    params = {"w": jnp.ones(2, jnp.float16), "n": 2.0}
+    state = OPTIMIZERS["a tree"].init(params)
+    new, _ = transforms.set_masters(state, params, {"w": jnp.zeros(2), "n": 3.0})
+    assert new["n"] == 3.0 and bits(new["w"]) == bits(jnp.zeros(2, jnp.float16))
+
+
 @every_optimizer
 def test_masters_may_be_taken_from_float32_parameters_exactly_and_nothing_else_moves(tx):
     state = tx.init(PARAMS)
