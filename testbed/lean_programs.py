@@ -128,6 +128,17 @@ def recurrent(dtype):
     return loss
 
 
+def biased_loop(dtype):
+    """A bias that a loop's body adds to a product: cuBLAS adds it in the product's kernel."""
+
+    def loss(params, x):
+        w, b = (array.astype(dtype) for array in params)
+        turn = lambda y, _: (jnp.tanh(y @ w + b[None]), None)
+        return mean_square(lax.scan(turn, x.astype(dtype), None, length=16)[0])
+
+    return loss
+
+
 def lookup(dtype):
     """Rows taken by indices that do not repeat."""
 
@@ -186,6 +197,7 @@ LEAN_PROGRAMS = (
         )
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
+    LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
     LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
     LeanProgram("a stream from an input", elu_stream, _matrices(4), _BATCH),
 )

@@ -45,6 +45,8 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             return Rule(Category.FULL, why)
         if not all(map(is_inexact, equation.invars[:2])) and not multiplies_mask(equation):
             return Rule(Category.AS_WRITTEN, "no tensor core multiplies integers by half numbers")
+    if name == "reshape" and equation.params.get("dimensions") is not None:
+        return dataclasses.replace(rule, reshapes=False, permutes=True)
     if name == "convert_element_type":
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
         if not (after == FLOAT32 and before in (FLOAT32, np.bool_)):

@@ -208,5 +208,7 @@ def are_same(left: Value, right: Value) -> bool:
             return False
         if (first.name, first.params) != (second.name, second.params):
             return False
+        if first.outputs.index(left) != second.outputs.index(right):  # two results of one split
+            return False
         left, right = first.inputs[0], second.inputs[0]
     return True

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
-from jmp.autocasting._numbers import dtype_of, length_of, shape_of
+from jmp.autocasting._numbers import UNKNOWN, dtype_of, has_symbols, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
 SMALLEST_HALF = float(jnp.finfo(np.float16).smallest_normal)
@@ -111,12 +111,25 @@ def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Mag
     found = _of_result(node, operands) if node.outputs else None
     if found is None:
         return list(map(magnitude_of_source, node.outputs))
-    if math.isnan(found.low + found.high):
-        found = found._replace(low=-math.inf, high=math.inf)
+    found = _of_dtype(found, node.outputs[0])
     if found.degree > 0 and max(-found.low, found.high) <= LARGEST_HALF:
         found = found._replace(degree=0.0)
     first = node.outputs[0]
     return [found if v.dtype == first.dtype else magnitude_of_source(v) for v in node.outputs]
+
+
+def _of_dtype(found: Magnitude, value: Value) -> Magnitude:
+    """Returns a magnitude as far as the dtype of a value keeps it: integers wrap and truncate."""
+    dtype = dtype_of(value)
+    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
+        is_known = not math.isnan(found.low + found.high)
+        return found if is_known else found._replace(low=-math.inf, high=math.inf)
+    limits = magnitude_of_source(value)
+    if dtype == np.bool_ or not limits.low <= found.low <= found.high <= limits.high:
+        return limits
+    if jnp.issubdtype(dtype, jnp.integer):
+        return found._replace(low=float(math.floor(found.low)), high=float(math.ceil(found.high)))
+    return found._replace(low=-math.inf, high=math.inf)  # a complex number
 
 
 def magnitude_of_sums(product: Node, left: Magnitude, right: Magnitude) -> Magnitude:
@@ -134,23 +147,29 @@ def hull(magnitudes: Sequence[Magnitude]) -> Magnitude:
 
 
 def _of_results_inside(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
-    """Returns the magnitudes of what functions inside return; none where they are a loop's."""
-    outside = dict(zip(node.inputs, operands, strict=True))
+    """Returns what bounds the results of a node, from its functions inside.
+
+    The list is empty if it has none, or if they carry values from turn to turn.
+    """
+    of_operands = dict(zip(node.inputs, operands, strict=True))
     found: dict[Value, list[Magnitude]] = {}
     for inside in node.insides:
         if any(isinstance(argument, Carry) for argument in inside.arguments):
             return []
-        given = [outside[value_of(argument)] for argument in inside.arguments]
+        given = [of_operands[value_of(argument)] for argument in inside.arguments]
         known = dict(zip(inside.inputs, given, strict=True))
         for inner in inside.graph.nodes:
-            results = magnitudes_of_results(inner, [_bound(known, v) for v in inner.inputs])
+            results = magnitudes_of_results(
+                inner, [_known_or_source(known, v) for v in inner.inputs]
+            )
             known.update(zip(inner.outputs, results, strict=True))
-        for result, value in zip(inside.results, inside.graph.outputs, strict=True):
-            found.setdefault(result, []).append(_bound(known, value))
-    return [hull(found[value]) for value in node.outputs] if found else []
+        # The condition of a while loop returns no result of the node.
+        for result, value in zip(inside.results, inside.graph.outputs, strict=False):
+            found.setdefault(result, []).append(_known_or_source(known, value))
+    return [_of_dtype(hull(found[value]), value) for value in node.outputs] if found else []
 
 
-def _bound(known: Mapping[Value, Magnitude], value: Value) -> Magnitude:
+def _known_or_source(known: Mapping[Value, Magnitude], value: Value) -> Magnitude:
     return known[value] if value in known else magnitude_of_source(value)
 
 
@@ -158,10 +177,18 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
     """Returns the magnitude of a node's first result; None if no more is known than its dtype."""
     rule = node.rule
     if node.name in TRANSFERS:
-        return TRANSFERS[node.name](node, *operands)
+        result = TRANSFERS[node.name](node, *operands)
+        shapes = map(shape_of, (*node.inputs, *node.outputs))
+        if node.name in COUNTING and any(map(has_symbols, shapes)):
+            return result._replace(
+                low=-math.inf, high=math.inf, terms=max(result.terms, float(UNKNOWN))
+            )
+        return result
     if rule.bounded:
         return Magnitude(-1, 1)
-    if rule.moves or rule.reduces or rule.casts or rule.sums_devices:
+    if rule.sums_devices:
+        return _partial_sums(operands[0], _devices_added(node))._replace(terms=operands[0].terms)
+    if rule.moves or rule.reduces or rule.casts:
         return operands[0]
     if rule.holds_operands or node.holds_functions:
         held = [
@@ -169,7 +196,11 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
             for value, magnitude in zip(node.inputs, operands, strict=True)
             if value.dtype == node.outputs[0].dtype
         ]
-        # A loop may make anything of them.
+        if (fill := node.params.get("fill_value")) is not None:  # of a lookup
+            held.append(Magnitude(float(fill), float(fill), 0))
+        if node.name == "ppermute":  # a device that nobody sends to has zeros
+            held.append(ZERO)
+        # A function that is not gone through may make anything of them.
         found = hull(held) if held else None
         if rule.holds_operands or found is None:
             return found
@@ -183,7 +214,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
 def _added(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
     found = _add(x, y)
     left, right = map(root, node.inputs)
-    # Parts of one array are added up one after another: a prefix sum that goes by halves.
+    # Two parts of one array count as two terms: a prefix sum adds them up by halves.
     return found._replace(terms=x.terms + y.terms) if left is right else found
 
 
@@ -246,7 +277,8 @@ def _raised(x: Magnitude, power: float) -> Magnitude:
     low, high = (_bounded_power(end, power) for end in (x.low, x.high))
     if power % 2 == 0:
         low, high = (0.0 if x.low <= 0 <= x.high else min(low, high)), max(low, high)
-    return Magnitude(low, high, power * x.degree, abs(_bounded_power(x.terms, power)))
+    degree = power * x.degree if power and x.degree else 0.0  # either may be infinite
+    return Magnitude(low, high, degree, abs(_bounded_power(x.terms, power)))
 
 
 def _bounded_power(base: float, power: float) -> float:
@@ -259,12 +291,12 @@ def _bounded_power(base: float, power: float) -> float:
 
 
 def _product_of_several(x: Magnitude, count: float) -> Magnitude:
-    """Returns the magnitude of a product of several numbers of a value."""
+    """Returns the magnitude of a product of `count` numbers of a value."""
     found = _raised(x, count)
     if x.low >= 0:
         return found
-    far = _bounded_power(max(-x.low, x.high), count)
-    return found._replace(low=-far, high=far)
+    largest = _bounded_power(max(-x.low, x.high), count)
+    return found._replace(low=-largest, high=largest)
 
 
 def _cube_root(x: Magnitude) -> Magnitude:
@@ -273,8 +305,8 @@ def _cube_root(x: Magnitude) -> Magnitude:
 
 
 def _exp(x: Magnitude) -> Magnitude:
-    low, high = (math.exp(end) if end < 88 else math.inf for end in (x.low, x.high))
-    return Magnitude(low, high, math.inf)
+    high = math.exp(x.high) if x.high < 88 else math.inf  # beyond float32
+    return Magnitude(math.exp(min(x.low, 88.0)), high, math.inf)
 
 
 def _absolute(x: Magnitude) -> Magnitude:
@@ -301,8 +333,8 @@ def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
     if test is not None and test.rule.compares and len(cases) == 2:
         value, zero = test.inputs
         for holds, case in enumerate(node.inputs[1:]):
-            is_it = are_same(case, value) and root(zero).constant == 0
-            if is_it and test.name[0] in "gl":  # greater, less
+            is_tested = are_same(case, value) and root(zero).constant == 0
+            if is_tested and test.name[0] in "gl":  # greater, less
                 is_positive = (test.name[0] == "g") == bool(holds)
                 ends = (0.0, math.inf) if is_positive else (-math.inf, 0.0)
                 chosen[holds] = _between(chosen[holds], *ends)
@@ -310,15 +342,24 @@ def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
 
 
 def _scattered(node: Node, added: Magnitude) -> Magnitude:
-    """Returns the magnitude of what is added to one number: nothing, or up to all there is."""
+    """Returns the magnitude of what is added to one number: none of the addends, or up to all."""
     places = node.inputs[1]
     everything = _sum(added, max(1, places.size // max(1, shape_of(places)[-1])))
     return hull([ZERO, added, everything])._replace(terms=added.terms * _ratio(node, 2))
 
 
-def _ratio(node: Node, operand: int = 0) -> float:
+def _ratio(node: Node, operand: int = 0, least: float = 1.0) -> float:
     """Returns how many numbers of an operand there are to one of the result."""
-    return max(1.0, node.inputs[operand].size / max(1, node.outputs[0].size))
+    return max(least, node.inputs[operand].size / max(1, node.outputs[0].size))
+
+
+def _devices_added(node: Node) -> int:
+    """Returns over how many devices an equation adds up."""
+    names = node.params.get("axes", node.params.get("axis_name", ()))
+    lengths = node.inputs[0].aval.sharding.mesh.shape
+    return math.prod(
+        lengths.get(name, UNKNOWN) for name in (names if isinstance(names, tuple) else (names,))
+    )
 
 
 def _length_along(node: Node, parameter: str) -> int:
@@ -345,12 +386,16 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "abs": lambda node, x: _absolute(x),
     "max": lambda node, x, y: hull([x, y])._replace(low=max(x.low, y.low)),
     "min": lambda node, x, y: hull([x, y])._replace(high=min(x.high, y.high)),
-    "clamp": lambda node, low, x, high: _between(x, low.low, high.high),
+    "clamp": lambda node, low, x, high: x._replace(
+        low=min(max(x.low, low.low), high.low), high=min(max(x.high, low.high), high.high)
+    ),
     "select_n": _chosen,
-    "reduce_sum": lambda node, x: _sum(x, _ratio(node)),
-    "reduce_prod": lambda node, x: _product_of_several(x, _ratio(node)),
+    "reduce_sum": lambda node, x: _sum(x, _ratio(node, least=0.0)),
+    "reduce_prod": lambda node, x: _product_of_several(x, _ratio(node, least=0.0)),
     "cumsum": lambda node, x: _partial_sums(x, _length_along(node, "axis")),
-    "cumprod": lambda node, x: hull([x, _product_of_several(x, _length_along(node, "axis"))]),
+    "cumprod": lambda node, x: hull(
+        [x, *(_product_of_several(x, n) for n in (1, _length_along(node, "axis")))]
+    ),
     "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
     "iota": lambda node: Magnitude(0, _length_along(node, "dimension")),
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
@@ -359,3 +404,5 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
 TRANSFERS |= dict.fromkeys("sinh cosh tan lgamma".split(), lambda node, x: STEEP)
 LEVEL = "log log1p asinh acosh atanh erf_inv asin acos atan atan2 erfc sign"
 TRANSFERS |= dict.fromkeys(LEVEL.split(), lambda node, *operands: FLAT)
+# Of these the length of an axis is part of the bounds.
+COUNTING = {*"reduce_sum reduce_prod cumsum cumprod scatter-add iota argmax argmin".split()}

@@ -222,6 +222,12 @@ def with_derivative(
     return undifferentiated
 
 
+def without_symbols(tangent: Any) -> Any:
+    """Returns a tangent as an array, of zeros if it is a symbol for these."""
+    aval: Any = tangent.aval
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(tangent, SymbolicZero) else tangent
+
+
 # A product of half operands as a linear function of one of them, which comes in as float32. It is a
 # primitive for the sake of its transpose, which no public function of JAX lets one choose.
 

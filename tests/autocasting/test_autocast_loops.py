@@ -470,3 +470,49 @@ def test_a_loop_whose_turns_do_not(fun):
 def test_a_loop_with_a_condition_for_each_element_is_one_that_vmap_wrote():
     counts = jax.vmap(BY_INTEGERS["a limit"])
     assert why_float32(counts, jnp.arange(3), jnp.ones((3, 4))) == {OF_VMAP}
+
+
+# Biases that each turn adds.
+
+
+def biased(w, b, x):
+    turn = lambda y, row: (jnp.tanh(y @ w + b[None] - row), None)
+    return lax.scan(turn, x, 0.1 * x[:, :1].T.repeat(3, 0)[:, :, None])[0]
+
+
+BIASED = (jnp.eye(8) / 2, jnp.linspace(-1, 1, 8), jnp.linspace(-2, 2, 64 * 8).reshape(64, 8))
+
+
+@pytest.mark.parametrize(
+    "derived",
+    [
+        lambda f: f,
+        lambda f: jax.jit(jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1, 2))),
+        lambda f: lambda *args: jax.jvp(f, args, args),
+        lambda f: lambda *args: jax.linearize(f, *args)[1](*args),
+        lambda f: lambda w, b, x: jax.vmap(f, (None, 0, None))(w, jnp.stack([b, 2 * b]), x),
+        lambda f: lambda w, b, x: jax.vmap(jax.grad(lambda b: f(w, b, x).sum()))(b[None]),
+        lambda f: lambda w, b, x: jax.hessian(lambda b: f(w, b, x).sum())(b),
+        lambda f: jax.grad(lambda w, b, x: jnp.sum(jax.checkpoint(f)(w, b, x)), 1),
+    ],
+    ids=["value", "grad", "jvp", "linearize", "vmap", "vmap of grad", "hessian", "remat"],
+)
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+def test_a_bias_of_a_loop_has_every_derivative(derived, half):
+    policy = jmp.Policy(jnp.float32, half, jnp.float32)
+    found, wanted = (derived(f)(*BIASED) for f in (jmp.autocast(biased, policy), biased))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=12 * float(jnp.finfo(half).eps) * np.abs(b).max())
+
+
+def test_a_bias_of_a_loop_is_not_repeated_before_it_and_adds_up_in_float32():
+    ones = lambda b, x: jnp.sum(lax.scan(lambda y, _: (y @ W1 + b[None], None), x, None, 2)[0])
+    gradient = jax.grad(jmp.autocast(ones, "mixed_float16"))
+    many = jnp.zeros((4096, 1))
+    assert gradient(jnp.zeros(1), many) == 8192  # in half it would be 4096
+    repeated = [e for e in jax.make_jaxpr(gradient)(jnp.zeros(1), many).eqns if e.outvars]
+    before = [e for e in repeated if e.primitive.name == "broadcast_in_dim"]
+    assert all(e.outvars[0].aval.size < 4096 or e.invars[0].aval.shape == () for e in before)
+
+
+W1 = jnp.ones((1, 1))

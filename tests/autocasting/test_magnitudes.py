@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from jmp.autocasting._autocast import make_program
 from jmp.autocasting._magnitudes import LARGEST_HALF, SMALLEST_HALF, Magnitude, _bounded_power
 from tests.autocasting.plans import plan_of
 from tests.commands import in_full
@@ -199,6 +202,71 @@ def test_the_bounds_of_an_operation(name):
     assert bounds(found) == pytest.approx(expected, rel=1e-6), (bounds(found), expected)
 
 
+def mapped(fun):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.shard_map(fun, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+
+
+NEVER = lambda x: lax.while_loop(lambda _: x[0, 0] > 99, lambda _: (), ())
+# Numbers that lay outside of what was found for them.
+OUTSIDE = {
+    "halves of a split": lambda h: jnp.multiply(*jnp.split(jnp.sin(h), 2)),
+    "maxima that are transposed": lambda h: (lambda x: x - lax.reshape(
+        x.max(2), (4, 4, 1), dimensions=(1, 0)))(h[:8].reshape(4, 4, 4)),
+    "a product of few numbers": lambda h: jnp.cumprod(jnp.sin(3 * h) / 2 - 0.4, 0),
+    "below an array": lambda h: lax.clamp(-5 * jnp.ones_like(h), jnp.sin(h), 3 * jnp.sin(7 * h)),
+    "above an array": lambda h: lax.clamp(
+        1 + 2 * jnp.sin(9 * h), jnp.sin(h), 9 * jnp.ones_like(h)),
+    "the power of zero": lambda h: lax.pow(jnp.exp(h), 0.0) + h,
+    "the integer power of zero": lambda h: lax.integer_pow(jnp.exp(h), 0) + h,
+    "not a number in a branch": lambda h: jnp.exp(
+        lax.cond(h[0, 0] > -99, lambda: 2.0, lambda: jnp.nan)),
+    "a lookup beyond the end": lambda h: jnp.sin(h).at[jnp.array([1, 100])].get(
+        mode="fill", fill_value=1e5),
+    "nothing that is sent": mapped(lambda h: lax.ppermute(3 + jnp.sin(h), "d", [(0, 1)])),
+    "a sum over devices": mapped(lambda h: lax.psum(2 + jnp.sin(h), "d")),
+    "a sum over examples": lambda h: jax.vmap(
+        lambda row: lax.psum(2 + jnp.sin(row), "d"), axis_name="d")(h),
+    "numbers as booleans": lambda h: (4 + jnp.sin(h)).astype(bool) * 1.0,
+    "numbers that are truncated": lambda h: (0.7 + jnp.sin(h) / 5).astype(jnp.int32) * 1.0,
+    "integers that wrap": lambda h: (lax.iota(jnp.uint8, 10) - jnp.uint8(20)) * 1.0,
+    "integers of another sign": lambda h: 1.0 * (
+        (3 * jnp.sin(h)).astype(jnp.int32).astype(jnp.uint8)),
+    "complex numbers": lambda h: jnp.abs(jnp.sin(lax.complex(h, 5 * h))),
+    "a sum of nothing": lambda h: (2 + jnp.sin(h[:0])).sum(0),
+    "a product of nothing": lambda h: (2 + jnp.sin(h[:0])).prod(0),
+    "a large exponent": lambda h: jnp.exp(jnp.clip(h, 88.3, 88.6)),
+    "a loop that carries nothing": lambda h: NEVER(h) or h,
+}  # fmt: skip
+
+
+def assert_within(fun, x, number=""):
+    bound = plan_of(fun, x).infos[0].magnitude
+    found = np.asarray(fun(x))
+    found = found[np.isfinite(found)]
+    error = 1e-4 * np.abs(found).max(initial=1e-3)
+    assert (bound.low - error <= found).all() and (found <= bound.high + error).all(), number
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_numbers_lie_in_their_interval(name):
+    assert_within(OUTSIDE[name], 2 * jax.random.normal(jax.random.key(0), H.shape))
+
+
+def test_a_length_that_is_not_known_bounds_nothing():
+    (rows,) = jax.export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
+    for fun in (
+        lambda x: (2 + jnp.sin(x)).sum(0),
+        lambda x: (x > 0).sum(0) * 1.0,
+        lambda x: jnp.argmax(x, 0) * 1.0,
+        lambda x: lax.broadcasted_iota(jnp.int32, x.shape, 0) * 1.0,
+    ):
+        found = make_program(fun, "mixed_float16").trace((x,), {}, lambda _: True)
+        bound = found.plan.infos[0].magnitude
+        assert bound.high >= 2**31 - 1 and bound.exceeds_half
+
+
 # What was added to a value, and what the value was multiplied by before.
 OFFSETS = {
     "itself": (lambda h: h, 0, 1),
@@ -329,9 +397,4 @@ def test_random_expressions_lie_in_their_intervals(first):
         fun = expression(number)
         bound = plan_of(fun, inputs[0]).infos[0].magnitude
         for x in inputs if math.isfinite(bound.low) or math.isfinite(bound.high) else ():
-            found = np.asarray(fun(x))
-            found = found[np.isfinite(found)]
-            error = 1e-4 * np.abs(found).max(initial=1e-3)
-            assert (bound.low - error <= found).all() and (found <= bound.high + error).all(), (
-                number
-            )
+            assert_within(fun, x, number)

@@ -94,6 +94,12 @@ def gathered(w, x):
     return jnp.mean((map_over(w, x) @ U) ** 2)
 
 
+def biased_turns(w, x):
+    bias = w.mean(0)
+    turn = lambda y, _: (jnp.tanh(y @ V + bias[None]), None)
+    return jnp.mean((lax.scan(turn, x, None, length=3)[0] @ U) ** 2)
+
+
 # Where each pass acts, and the options of autocast that it takes.
 PROGRAMS = {
     "float8 products": (three_products, {}),
@@ -104,6 +110,7 @@ PROGRAMS = {
     "softmax from its half result": (attention(32), {}),
     "padded softmax": (attention(29), {}),
     "prevent_cse": (gelu, {}),
+    "biases are added in loops": (biased_turns, {}),
     "fused attention": (heads, {"attention": "fused"}),
     "softmax of half scores": (long_attention, {}),
     "biases add up by products": (biased, {}),

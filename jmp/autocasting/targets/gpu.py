@@ -3,9 +3,28 @@
 Programs for a CPU are planned as those for GPUs, so that tests without one see the same program.
 """
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp.autocasting._casts import cast, repeated
+from jmp.autocasting._graph import root
 from jmp.autocasting._kinds import Level
+from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import Island, Recompute, on_islands
+from jmp.autocasting._steps import (
+    Environment,
+    Island,
+    Read,
+    Recompute,
+    Single,
+    on_islands,
+    on_singles,
+)
+from jmp.autocasting._wide_gradients import with_derivative, without_symbols
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._one_pass import sums_in_one_pass
@@ -13,6 +32,7 @@ from jmp.autocasting.targets._padding import pad_softmaxes
 from jmp.autocasting.targets._pick import pick_as_sum
 from jmp.autocasting.targets._rewriting import rewriting
 from jmp.autocasting.targets._softmax import softmax_from_half_result
+from jmp.dtypes import FLOAT32
 
 
 @on_islands
@@ -29,6 +49,56 @@ def keep_apart(island: Island, level: Level) -> Island:
     return island._replace(prevent_cse=level.context.prevent_cse)
 
 
+@dataclasses.dataclass(frozen=True)
+class AddedBias:
+    """A half sum with a float32 bias, which is rounded before it is repeated.
+
+    Attributes:
+      half: the dtype of the sum.
+      is_bias: of each operand.
+    """
+
+    half: np.dtype
+    is_bias: tuple[bool, ...]
+
+    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+        """Returns the sum; the gradient of the bias adds up in float32."""
+        shape = step.node.outputs[0].aval.shape
+
+        def add(operands: Sequence[Any]) -> list[Any]:
+            return as_it_is(step)([cast(operand, self.half) for operand in operands])
+
+        def derivative(_: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+            moving = zip(map(without_symbols, tangents), self.is_bias, strict=True)
+            return add([repeated(x, shape) if is_bias else x for x, is_bias in moving])
+
+        return with_derivative(lambda *operands: add(operands), derivative)(*operands)
+
+
+@on_singles
+def add_biases_in_loops(step: Single, level: Level) -> Single:
+    """Returns a step; it does not repeat a bias that is the same at each turn of a loop.
+
+    JAX computes before a loop what its turns share. Of a bias that is repeated that is a whole
+    matrix, which each turn would read from memory, and which no product's kernel adds.
+    """
+    is_bias = tuple(map(_is_the_same_bias, step.reads))
+    if level.context.times == 1 or not any(is_bias) or not step.node.rule.linear:
+        return step
+    reads = (
+        read._replace(dtype=FLOAT32, shape=None) if bias else read
+        for read, bias in zip(step.reads, is_bias, strict=True)
+    )
+    return step._replace(reads=tuple(reads), lowering=AddedBias(level.half, is_bias))
+
+
+def _is_the_same_bias(read: Read) -> bool:
+    """Returns whether a read repeats a row that comes into a loop, the same at each turn."""
+    row, source = read.value, root(read.value)
+    has_axes = read.shape is not None and len(read.shape) == len(shape_of(row))
+    return has_axes and not read.saturates and source.origin is not source
+
+
 GPU = HardwareTarget(
     "gpu",
     (
@@ -40,6 +110,7 @@ GPU = HardwareTarget(
         rewriting("softmax from its half result", "gradients of scores", softmax_from_half_result),
         rewriting("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
+        Pass("biases are added in loops", "", add_biases_in_loops),
         Pass("fused attention", "attentions and their gradients", fuse_attentions),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
