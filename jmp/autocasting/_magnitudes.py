@@ -66,11 +66,11 @@ class Magnitude(NamedTuple):
         """Whether nothing keeps it within float16's range."""
         if self.degree < 0:  # a reciprocal may lie below its smallest number
             return self.degree < -1 or self.terms < 1 / FEW
+        near, far = sorted((abs(self.low), abs(self.high)))
+        is_small = near < SMALLEST_HALF and not self.low <= 0 <= self.high
         if math.isfinite(self.high - self.low):
-            near, far = sorted((abs(self.low), abs(self.high)))
-            has_zero = self.low <= 0 <= self.high
-            return far > LARGEST_HALF or (near < SMALLEST_HALF and not has_zero)
-        return self.degree > 1 or self.terms > FEW
+            return far > LARGEST_HALF or is_small
+        return self.degree > 1 or self.terms > FEW or (self.degree == 0 and is_small)
 
     @property
     def opposite(self) -> "Magnitude":

@@ -317,6 +317,8 @@ WITHIN = [
     Magnitude(degree=-1, terms=1 / 16),
     Magnitude(-LARGEST_HALF, LARGEST_HALF, degree=9, terms=99),
     Magnitude(0, 1e-9),
+    Magnitude(SMALLEST_HALF / 2, math.inf),
+    Magnitude(0, math.inf, degree=0),
     Magnitude(-1e-9, 0),
     Magnitude(SMALLEST_HALF, 1),
     Magnitude(-1, -SMALLEST_HALF),
@@ -331,6 +333,7 @@ BEYOND = [
     Magnitude(SMALLEST_HALF / 2, 1),
     Magnitude(-1, -SMALLEST_HALF / 2),
     Magnitude(1, math.inf, degree=2),
+    Magnitude(SMALLEST_HALF / 2, math.inf, degree=0),  # of a count, at least one
 ]
 
 
