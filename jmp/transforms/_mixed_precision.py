@@ -19,7 +19,7 @@ from jmp.transforms._half_parameters import (
     with_stochastic_rounding,
 )
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
-from jmp.transforms._states import shapes_with_master
+from jmp.transforms._states import as_transformation, shapes_with_master
 from jmp.transforms._wrapping import Transformation
 from jmp.trees import leaves_by_path
 
@@ -81,6 +81,7 @@ def mixed_precision(
     >>> float(tx.init(jnp.ones(2)).loss_scale.loss_scale)
     65536.0
     """
+    inner = as_transformation(inner, "mixed_precision")
     policy = get_policy(policy)
     refuse_float8(policy, "mixed_precision")
     if loss_scale is None:
