@@ -96,7 +96,8 @@ def _is_the_same_bias(read: Read) -> bool:
     """Returns whether a read repeats a row that comes into a loop, the same at each turn."""
     row, source = read.value, root(read.value)
     has_axes = read.shape is not None and len(read.shape) == len(shape_of(row))
-    return has_axes and not read.saturates and source.origin is not source
+    comes_in = source.origin is not source and shape_of(source) == shape_of(source.origin)  # no row
+    return has_axes and not read.saturates and comes_in
 
 
 GPU = HardwareTarget(
