@@ -79,8 +79,8 @@ class AddedBias:
 def add_biases_in_loops(step: Single, level: Level) -> Single:
     """Returns a step; it does not repeat a bias that is the same at each turn of a loop.
 
-    JAX computes before a loop what its turns share. Of a bias that is repeated that is a whole
-    matrix, which each turn would read from memory, and which no product's kernel adds.
+    JAX computes before a loop what its turns share. A repeated bias would be a whole matrix, which
+    each turn reads from memory, and which no product's kernel adds.
     """
     is_bias = tuple(map(_is_the_same_bias, step.reads))
     if level.context.times == 1 or not any(is_bias) or not step.node.rule.linear:
