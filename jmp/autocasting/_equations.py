@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import dtype_of, is_inexact, length_of, shape_of, size_of
+from jmp.autocasting._numbers import dtype_of, fits, is_inexact, length_of, shape_of, size_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule, is_foreign, rule_for
@@ -45,6 +45,10 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             return Rule(Category.FULL, why)
         if not all(map(is_inexact, equation.invars[:2])) and not multiplies_mask(equation):
             return Rule(Category.AS_WRITTEN, "no tensor core multiplies integers by half numbers")
+    fill = equation.params.get("fill_value")
+    if rule.looks_up and fill is not None and not fits(float(fill), settings.compute_dtype):
+        why = "a half type does not hold what it fills in beyond the end"
+        return dataclasses.replace(rule, category=Category.FULL, reason=why)
     if name == "reshape" and equation.params.get("dimensions") is not None:
         return dataclasses.replace(rule, reshapes=False, permutes=True)
     if name == "convert_element_type":

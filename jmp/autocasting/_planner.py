@@ -161,7 +161,8 @@ class Planner(Level):
         category = node.rule.category
         if node.goes_inside:
             return kind_of(node.name).plan(node, self)
-        if node in self.facts.embeddings and self.storage.magnitude(node.inputs[0]).exceeds_half:
+        held = map(self.storage.magnitude, (*node.inputs[:1], *node.outputs))  # it may fill in more
+        if node in self.facts.embeddings and any(each.exceeds_half for each in held):
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if node in self.facts.embeddings and may_be_sent(node):
             parts = None if node.region.reduces_in_float32 else parts_of_rows(node)

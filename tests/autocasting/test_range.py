@@ -154,6 +154,17 @@ def test_a_mean_over_a_large_graph_is_no_zero():
     np.testing.assert_allclose(found, np.full((2, 4), 2.0**-8), rtol=1e-3)
 
 
+def test_a_lookup_beyond_the_end_gives_the_number_that_was_asked_for():
+    def reciprocals(x, w):
+        rows = (x @ w).at[jnp.array([1, 100])].get(mode="fill", fill_value=1e5)
+        return (1e5 / rows) @ w
+
+    of_a_sine = lambda x, w: reciprocals(jnp.sin(x), w)
+    for fun in (reciprocals, of_a_sine, lambda x, w: of_a_sine(x @ w, w)):
+        found = jmp.autocast(fun, "mixed_float16")(jnp.ones((4, 4)), jnp.eye(4))
+        np.testing.assert_allclose(found[1], jnp.ones(4), rtol=1e-3)
+
+
 def test_what_an_operation_in_full_reads_stays_float32():
     def quotient(x, w):
         h = x @ w
