@@ -65,14 +65,14 @@ class AddedBias:
         """Returns the sum; the gradient of the bias adds up in float32."""
         shape = step.node.outputs[0].aval.shape
 
-        def add(operands: Sequence[Any]) -> list[Any]:
+        def add(*operands: Any) -> list[Any]:
             return as_it_is(step)([cast(operand, self.half) for operand in operands])
 
         def derivative(_: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
             moving = zip(map(without_symbols, tangents), self.is_bias, strict=True)
-            return add([repeated(x, shape) if is_bias else x for x, is_bias in moving])
+            return add(*(repeated(x, shape) if is_bias else x for x, is_bias in moving))
 
-        return with_derivative(lambda *operands: add(operands), derivative)(*operands)
+        return with_derivative(add, derivative)(*operands)
 
 
 @on_singles
