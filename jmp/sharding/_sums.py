@@ -22,7 +22,7 @@ from jmp.sharding._axes import are_tracked, mapped_axes
 
 Names = tuple[str, ...]
 
-# Arrays of fewer elements share one exchange: sent apart, each waits for all devices.
+# Gradients of fewer elements share one exchange: sent apart, each would wait for all devices.
 _SMALL = 2**16
 
 
@@ -87,10 +87,15 @@ def in_groups(
     arrays: Sequence[jax.Array],
     places: Sequence[Place],
 ) -> list[jax.Array]:
-    """Calls a function of arrays and places for those that are added up together."""
+    """Calls a function of arrays and places for those that are added up together.
+
+    Args:
+      arrays: shards, or whole arrays of which nothing is sharded.
+    """
     groups: dict[object, list[int]] = {}
     for number, (array, place) in enumerate(zip(arrays, places, strict=True)):
-        shares = place.wire.exchanges and array.size < _SMALL
+        whole = array.size * math.prod(jax.lax.axis_size(names) for _, names in place.shards)
+        shares = place.wire.exchanges and 0 < whole < _SMALL
         key = (place.names, place.replicas, place.wire) if shares else number
         groups.setdefault(key, []).append(number)
     results = dict[int, jax.Array]()
@@ -110,7 +115,7 @@ def added_up(parts: Sequence[jax.Array], places: Sequence[Place]) -> Sequence[ja
       if it went back to replicas.
     """
     names, wire = places[0].names, places[0].wire
-    if wire.exchanges and names and jax.lax.axis_size(names) > 1:
+    if wire.exchanges and names and jax.lax.axis_size(names) > 1 and parts[0].size:
         return _exchanged(parts, places)
     return [_reduced(part.astype(wire.added), p) for part, p in zip(parts, places, strict=True)]
 
