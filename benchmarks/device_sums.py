@@ -1,11 +1,13 @@
 """What a sum of gradients over devices costs, and how far it is from that of float64.
 
     python -m benchmarks.device_sums    # needs no GPU
+    .venv-targets/bin/python -m benchmarks.device_sums --tpu    # after `make targets`; no TPU
 
 Bytes and memory are those of programs compiled for H200s: a step of eight layers of 1024 x 1024 in
 float16, 4,096 rows, parameters in shards or replicated. Errors are measured on as many CPU devices:
 each has a gradient of its own, and the error is that of the sum of these float16 numbers. A CPU
-adds up bfloat16 in float32, and would show no error of a half sum.
+adds up bfloat16 in float32, and would show no error of a half sum. With `--tpu` the same steps are
+compiled in bfloat16 for eight TPUs, and cycles are counted too.
 """
 
 import argparse
@@ -23,7 +25,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jmp
 from benchmarks.processes import ROOT
 from testbed.machines.gpus import compile_for_placed
-from testbed.machines.wire import h200s, wire
+from testbed.machines.tpus import compile_placed_for_tpus
+from testbed.machines.wire import h200s, v5es, wire
 
 P = PartitionSpec
 DEVICES = (2, 8, 64)
@@ -41,12 +44,14 @@ def forms_of(place: str) -> list[str]:
     return [form for form in FORMS if place == "dp" or form != "returned"]
 
 
-def counted(place: str, form: str, devices: int) -> dict[str, float]:
-    """Returns bytes received, temp bytes and kernels of a step on so many H200s."""
-    mesh, spec = h200s({"data": devices}), PLACES[place]
+def counted(place: str, form: str, devices: int, tpu: bool = False) -> dict[str, float]:
+    """Returns bytes received, temp bytes and kernels (of TPUs cycles) of a step."""
+    mesh, spec = (v5es if tpu else h200s)({"data": devices}), PLACES[place]
+    half = "bfloat16" if tpu else "float16"
+    dtypes = {name: dtype.replace("float16", half) for name, dtype in FORMS[form].items()}
 
     def loss(weights: Any, x: Any) -> Any:
-        for w in jmp.gather_params(weights, "data", "float16", **FORMS[form]):
+        for w in jmp.gather_params(weights, "data", half, **dtypes):
             x = jnp.tanh(x @ w)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
@@ -55,11 +60,12 @@ def counted(place: str, form: str, devices: int) -> dict[str, float]:
         shape, dtype, sharding=NamedSharding(mesh, spec)
     )
     weights = [placed((WIDTH, WIDTH), spec, jnp.float32)] * LAYERS
-    program = compile_for_placed(step, weights, placed((ROWS, WIDTH), P("data"), jnp.float16))
+    arguments = weights, placed((ROWS, WIDTH), P("data"), half)
+    program: Any = (compile_placed_for_tpus if tpu else compile_for_placed)(step, *arguments)
     return {
         "received": sum(sent.bytes for sent in wire(program.text)),
         "temp": program.temp_bytes,
-        "kernels": program.kernels,
+        **({"cycles": program.cycles} if tpu else {"kernels": program.kernels}),
     }
 
 
@@ -97,22 +103,29 @@ def main(given: Sequence[str] | None = None) -> None:
     default = ROOT / "results" / "device_sums.json"
     parser.add_argument("--output", type=pathlib.Path, default=default)
     parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
+    parser.add_argument("--tpu", action="store_true")
     arguments = parser.parse_args(given)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(arguments.devices))
-    each = lambda measure: {str(number): measure(number) for number in arguments.devices}
-    found = {
-        "jax": jax.__version__,
-        "counted": {
+    output = arguments.output
+    found = json.loads(output.read_text()) if output.exists() else {}
+    if arguments.tpu:
+        found["v5e"] = {
+            place: {form: counted(place, form, 8, tpu=True) for form in forms_of(place)}
+            for place in PLACES
+        }
+    else:
+        each = lambda measure: {str(number): measure(number) for number in arguments.devices}
+        found["jax"] = jax.__version__
+        found["counted"] = {
             place: {form: each(functools.partial(counted, place, form)) for form in forms_of(place)}
             for place in PLACES
-        },
-        "errors": {
+        }
+        found["errors"] = {
             form: {kind: each(functools.partial(error, form, kind)) for kind in KINDS}
             for form in forms_of("fsdp")
-        },
-    }
-    arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+        }
+    output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _by_dtype(received: dict[str, float]) -> str:
 SUMS = {
     "half": '`gather_params(w, "data", "f16")`: half sums',
     "float32": '`(w, "data", "f16", "f32", send_dtype="f32")`: float32 sent',
-    "exchange": '`(w, "data", "f16", "f32")`: half sent, float32 sums',
+    "exchange": '`(w, "data", "f16", "f32", send_dtype="f16")`: half sent, float32 sums',
     "returned": 'the same with `return_dtype="f16"`',
 }
 PLACES = {"fsdp": "FSDP", "dp": "data parallel"}
@@ -99,3 +99,14 @@ def _(found: dict[str, Any]) -> str:
         for kind, by in kinds.items()
     ]
     return table(["", "gradients", *(f"{n} devices" for n in devices)], rows)
+
+
+@figure("device_sums/tpus")
+def _(found: dict[str, Any]) -> str:
+    rows = []
+    for place, forms in found["v5e"].items():
+        base = forms["half"]["cycles"]
+        for form, by in forms.items():
+            name = f"{PLACES[place]}, {SUMS[form].replace('f16', 'bf16')}"
+            rows.append([name, f"{by['received'] / MIB:.1f}", f"{by['cycles'] / base:.2f}"])
+    return table(["eight v5e", "MiB received", "cycles over those of half sums"], rows)
