@@ -2,6 +2,7 @@
 
 GitHub shows Markdown without extensions. So pages have plain headings. Here each heading of level
 three below `<!-- tabs -->` becomes a tab with the same anchor, up to the next heading of level two.
+Each section of level two below `<!-- folded -->` is folded: a reader sees its heading, and opens it.
 """
 
 import json
@@ -14,6 +15,8 @@ from mkdocs.structure.pages import Page
 
 NOTEBOOK = pathlib.Path(__file__).parent.parent / "examples" / "tour.ipynb"
 TABS = re.compile(r"^<!-- tabs -->\n(.*?)(?=^## |\Z)", re.M | re.S)
+FOLDED = "<!-- folded -->\n"
+SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", re.M | re.S)
 
 
@@ -32,7 +35,11 @@ def on_page_markdown(
     ):  # it repeats what other pages explain: they come first
         page.meta["search"] = {"boost": 0.5}
     markdown = markdown.replace("(../examples/tour.ipynb)", "(tour.md)")
-    return TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
+    markdown = TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
+    before, folded, below = markdown.partition(FOLDED)
+    markdown = before + (SECTION.sub(as_folded, below) if folded else "")
+    # Markdown within an element of HTML, which GitHub reads without this.
+    return markdown.replace("<details>\n", '<details markdown="1">\n')
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -48,6 +55,12 @@ def as_tab(section: re.Match[str]) -> str:
     """Returns a section as a tab of pymdownx.tabbed."""
     body = re.sub(r"^(?=.)", "    ", section[2], flags=re.M)
     return f'=== "{section[1]}"\n{body}'
+
+
+def as_folded(section: re.Match[str]) -> str:
+    """Returns a section that shows its heading, and the rest when it is opened."""
+    summary = f'<summary markdown="1">\n\n## {section[1]}\n\n</summary>'
+    return f'<details class="folded" markdown="1">\n{summary}\n\n{section[2]}\n</details>\n\n'
 
 
 def markdown_of(notebook: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-"""The figures of programs for several GPUs and TPUs, and the drawing of `docs/targets.md`."""
+"""The figures of programs for several GPUs and TPUs, and the drawing of `docs/performance.md`."""
 
 import itertools
 import math
@@ -19,6 +19,7 @@ TPU_HALF = "bfloat16"
 OF_GPU = ("bytes_moved", "temp_bytes", "kernels")
 OF_TPU = ("bytes_moved", "cycles", "temp_bytes")
 SUMS = ("in all", "over by hand", "cycles over by hand")
+NAMES = {"bytes_moved": "bytes", "temp_bytes": "temp", "kernels": "kernels", "cycles": "cycles"}
 NOTHING = "–"  # not counted, or the compiler refused it
 
 
@@ -214,6 +215,23 @@ for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles"))
     figure(f"targets/{_name}-{_other}")(_range(_kinds, _other))
     figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
     figure(f"targets/{_name}-gain")(_range(_kinds, "bytes_moved", "float32", "autocast"))
+
+
+@figure("targets/worst")
+def _(found: Any) -> str:
+    """The three worst ratios over the step by hand of each count, and the best."""
+    rows = []
+    for kinds, name, keys in ((GPUS, "GPUs", OF_GPU), (TPUS, "TPUs", OF_TPU)):
+        for key in keys:
+            numbers = sorted(
+                (ratio, f"{title}, {_title(machine)}, {half}")
+                for machine, half, ratios in _ranges(found, key)
+                if machine in kinds
+                for title, ratio in ratios.items()
+            )
+            ends = [*reversed(numbers[-3:]), numbers[0]]
+            rows.append([f"{name}: {NAMES[key]}", *(f"{r:.2f} ({where})" for r, where in ends)])
+    return table(["counted", "worst", "second", "third", "best"], rows)
 
 
 COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's
