@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.pages import recipes, small_states, targets
+from benchmarks.pages import programs, recipes, small_states, targets
 from benchmarks.processes import ROOT
 
 FOLDER = ROOT / "docs" / "figures"
@@ -31,9 +31,9 @@ def of_example(name: str, found: Any) -> Any:
     return example(name).plot(found)
 
 
-def of_memory(found: Any, programs: Any) -> Any:
+def of_memory(found: Any, counted: Any) -> Any:
     """Draws the small GPT on a CPU above GPT-2 for an H200."""
-    gpt2 = programs["workloads"]["memory"]["recipes"]
+    gpt2 = counted["workloads"]["memory"]["recipes"]
     small = "GPT, 4 layers of width 256, 8 x 256 tokens: counted; XLA's peak for a CPU"
     large = "GPT-2 124M, 8 x 1024 tokens: counted; XLA's peak for an H200"
     return example("memory").plot({small: found["reports"], large: gpt2})
@@ -54,6 +54,7 @@ DRAWINGS: dict[str, Drawing] = {
 }
 DRAWINGS |= {
     "memory": (of_memory, ("memory.json", "benchmarks/programs.json")),
+    "gpt2_times": (programs.plot_times, ("benchmarks/gpu.json",)),
     "targets": (targets.plot, ("benchmarks/targets.json",)),
     "small_states": (small_states.plot, ("small_states.json",)),
 }

@@ -2,7 +2,7 @@
 
 GitHub shows Markdown without extensions. So pages have plain headings. Here each heading of level
 three below `<!-- tabs -->` becomes a tab with the same anchor, up to the next heading of level two.
-Each section of level two below `<!-- folded -->` is folded: a reader sees its heading, and opens it.
+Each section of level two below `<!-- folded -->` is folded: its heading opens it.
 """
 
 import json
@@ -15,6 +15,8 @@ from mkdocs.structure.pages import Page
 
 NOTEBOOK = pathlib.Path(__file__).parent.parent / "examples" / "tour.ipynb"
 TABS = re.compile(r"^<!-- tabs -->\n(.*?)(?=^## |\Z)", re.M | re.S)
+# An element of HTML around Markdown, which GitHub reads as it stands.
+ELEMENT = re.compile(r'^<((?:details|div)(?: class="\w+")?)>$', re.M)
 FOLDED = "<!-- folded -->\n"
 SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", re.M | re.S)
@@ -38,8 +40,7 @@ def on_page_markdown(
     markdown = TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
     before, folded, below = markdown.partition(FOLDED)
     markdown = before + (SECTION.sub(as_folded, below) if folded else "")
-    # Markdown within an element of HTML, which GitHub reads without this.
-    return markdown.replace("<details>\n", '<details markdown="1">\n')
+    return ELEMENT.sub(r'<\1 markdown="1">', markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

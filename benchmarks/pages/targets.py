@@ -210,10 +210,33 @@ def _range(kinds: Any, key: str, way: str = "autocast", over: str = BASE) -> Cal
     return make
 
 
+def _factor(kinds: Any, digits: int, way: str, over: str) -> Callable[[Any], str]:
+    """Returns what writes the least and the most ratio of the bytes, in few digits."""
+
+    def make(found: Any) -> str:
+        ratios = [
+            ratio
+            for machine, _, ratios in _ranges(found, "bytes_moved", way, over)
+            if machine in kinds
+            for ratio in ratios.values()
+        ]
+        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+
+    return make
+
+
+@figure("targets/models")
+def _(found: Any) -> str:
+    """How many models were counted on GPUs."""
+    return str(len({title for _, _, ratios in _ranges(found, "bytes_moved") for title in ratios}))
+
+
 for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles")):
     figure(f"targets/{_name}-bytes")(_range(_kinds, "bytes_moved"))
     figure(f"targets/{_name}-{_other}")(_range(_kinds, _other))
     figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
+    figure(f"targets/{_name}-factor")(_factor(_kinds, 1, "float32", "autocast"))
+    figure(f"targets/{_name}-share")(_factor(_kinds, 2, "autocast", BASE))
     figure(f"targets/{_name}-gain")(_range(_kinds, "bytes_moved", "float32", "autocast"))
 
 
