@@ -141,7 +141,7 @@ def _(found: Any) -> str:
         "fsdp-shard-map": "`all_gather` in `shard_map`",
         "fsdp-explicit": "`reshard`",
         "fsdp-constraint": "`with_sharding_constraint`",
-        "fsdp": "jit alone",
+        "fsdp": "only jit",
     }
     rows: dict[tuple[str, ...], list[str]] = {}
     for case, title in titles.items():

@@ -26,7 +26,7 @@ WAYS = {
         "stochastic,\nfloat8 state",
     ),
     "none": ('`masters="none"`', "none"),
-    "optax": ("optax alone, parameters and state in bfloat16", "optax alone"),
+    "optax": ("plain optax, parameters and state in bfloat16", "plain optax"),
 }
 FLOAT16 = {f"{way}, float16": f"{way}, float16" for way in ("full", "kahan", "stochastic")}
 SHORT = {way: way.replace(", ", "-").removesuffix(" state").replace("_", "-") for way in WAYS}

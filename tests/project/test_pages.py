@@ -188,6 +188,67 @@ def test_the_navigation_is_short():
     assert len(re.findall(r"^ +- \S+\.md\b", navigation, re.M)) <= 30
 
 
+# Sentences of users' pages have a subject, a verb and the common word. Docstrings have a test of
+# their own, tests/project/test_docstrings.py; pages for contributors quote results and sources.
+HABITS = {
+    "alone, for only": r"(?<!tried)(?<!runs)(?<!stand)(?<=[\w`'\")]) alone\b",
+    "a training, for a run": r"\btrainings\b|\b(a|an|each|every|one|real|whole|longer|another)"
+    r"( \w+)? training\b(?! (batch|data|example|loop|loss|mode|program|run|script|set|step)s?\b)",
+    "those of and that of, for a noun": r"\b(those|that) of\b",
+    "of in front of the subject": r"(^|[.:;] )Of (an?|the|several|its|such|these|so) ",
+    "a subject that is a clause": r"(^|[.:;] )(What|Whatever) \w[^?]*([.:;]|$)",
+    "where, for if": r"(^|[.:;] )Where \w[^?]*([.:;]|$)",
+}
+FOR_CONTRIBUTORS = {"internals.md", "claims.md", "releases.md"}
+OF_USERS = [
+    page for page in pages.PAGES if page.name not in FOR_CONTRIBUTORS and page.name != "mistakes.md"
+]
+
+
+def paragraphs(text):
+    """Yields paragraphs, items and cells of a page as they are read, each on one line."""
+    text, _, _ = text.partition("\n### Low: ")  # the op table, whose words are the package's
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)
+    text = re.sub(r"<!--.*?-->|^#.*$", "", text, flags=re.M)  # a heading is no sentence
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?= *[-*|] )|\n(?= *\d+\. )", text):
+        line = re.sub(r"^([-*] |\d+\. )", "", " ".join(paragraph.split()))
+        yield from filter(None, map(str.strip, line.split("|")) if line[:1] == "|" else [line])
+
+
+def habits_in(text):
+    """Returns the sentences that have one of the habits, with its name."""
+    return [
+        (habit, paragraph[max(0, found.start() - 40) : found.end() + 40])
+        for paragraph in paragraphs(text)
+        for habit, pattern in HABITS.items()
+        for found in re.finditer(pattern, paragraph)
+    ]
+
+
+@pytest.mark.parametrize("page", OF_USERS, ids=lambda page: page.name)
+def test_sentences_of_users_pages_have_a_subject_and_the_common_word(page):
+    assert habits_in(page.read_text()) == []
+
+
+def test_habits_are_found_in_paragraphs_items_and_tables():
+    text = """What selects has a derivative that selects.
+
+- It is true of parameters alone.
+- Of the models it is
+  those of Flax.
+
+| a | b |
+|---|---|
+| each training | Where it fails, it fails. |
+
+```python
+x = 1  # What stands in a program is left out.
+```
+"""
+    assert sorted(habit for habit, _ in habits_in(text)) == sorted(HABITS)
+
+
 USED = "\n".join(
     page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     if page.stem != "mistakes"  # texts of errors
