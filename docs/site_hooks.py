@@ -92,6 +92,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return TABLE.sub(lambda table: for_a_phone(table[0]), html)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Says in words what the theme's picture is."""
+    return output.replace('alt="logo"', 'alt="The logo of jmp"')
+
+
 def printed(block: re.Match[str]) -> str:
     """Marks what a program printed, if it is wider than a page: see docs/stylesheets/site.css."""
     columns = max(map(len, text_of(block[2]).split("\n")))

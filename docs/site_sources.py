@@ -60,7 +60,7 @@ def as_tab(section: re.Match[str]) -> str:
 
 def as_folded(section: re.Match[str]) -> str:
     """Returns a section that shows its heading, and the rest when it is opened."""
-    summary = f'<summary markdown="1">\n\n## {section[1]}\n\n</summary>'
+    summary = f'<summary markdown="block">\n\n## {section[1]}\n\n</summary>'
     return f'<details class="folded" markdown="1">\n{summary}\n\n{section[2]}\n</details>\n\n'
 
 
