@@ -263,7 +263,9 @@ COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's
 def plot(found: Any) -> Any:
     """Draws for every machine the models' bytes over by hand; least and most are named."""
     ranges = list(_ranges(found, "bytes_moved"))
-    what = "bytes moved under autocast, over the step by hand:\ncounted in programs, a point a model"
+    what = (
+        "bytes moved under autocast, over the step by hand:\ncounted in programs, a point a model"
+    )
     drawing, axes = narrow(0.36 * len(ranges) + 0.7, what)
     for place, (_, half, ratios) in enumerate(ranges):
         least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
