@@ -29,14 +29,15 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import linen
 
-# Name, what is trained, the dtype of the backbone, the policy, and how parameters are stored.
-RUNS = (
-    ("everything, float32", "params", "float32", "float32", None),
-    ("LoRA, float32", "lora", "float32", "float32", None),
-    ("LoRA, mixed bfloat16", "lora", "bfloat16", "mixed_bfloat16", None),
-    ("LoRA, mixed float16", "lora", "bfloat16", "mixed_float16", None),
-    ("bfloat16, no masters", "lora", "bfloat16", "p=bf16,c=bf16,o=f32", "none"),
-)
+# What is trained, the policy of the stored backbone, that of the training, how adapters are stored.
+HALF = "p=bf16,c=bf16,o=f32"
+RUNS = {
+    "everything, float32": ("params", "float32", "float32", None),
+    "LoRA, float32": ("lora", "float32", "float32", None),
+    "LoRA, mixed bfloat16": ("lora", HALF, "mixed_bfloat16", None),
+    "LoRA, mixed float16": ("lora", HALF, "mixed_float16", None),
+    "bfloat16, no masters": ("lora", HALF, HALF, "none"),
+}
 
 
 class LoRADense(nn.Module):
@@ -107,9 +108,8 @@ def load_texts(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    arguments = parse_options(
-        __doc__, pretrain_steps=400, steps=400, batch_size=16, length=64, width=64
-    )
+    options = {"pretrain_steps": 400, "steps": 400, "batch_size": 16, "length": 64, "width": 64}
+    arguments = parse_options(__doc__, **options, runs=tuple(RUNS))
     console = begin(arguments)
     code, prose, held_out = load_texts(arguments.length + 1)
     model = GPT(arguments.width)
@@ -125,15 +125,17 @@ def main() -> None:
     lora, weights = ({name: variables[name]} for name in ("lora", "params"))
     state = create(weights, "mixed_bfloat16", 2e-3, None)
     weights = train(state, lora, code, arguments.pretrain_steps, arguments).params
-    console.print(f"After the code: {loss_fn(weights, lora, held_out, model.apply):.4f} on prose.")
+    evaluate = jax.jit(loss_fn, static_argnums=3)
+    console.print(f"After the code: {evaluate(weights, lora, held_out, model.apply):.4f} on prose.")
     losses, reports = {}, {}
-    for name, kind, dtype, policy, masters in RUNS:
-        backbone = linen.cast_params(weights, f"p={dtype}")
+    for name in arguments.runs:
+        kind, stored, policy, masters = RUNS[name]
+        backbone = linen.cast_params(weights, stored)  # norms stay float32
         trained, frozen = (backbone, lora) if kind == "params" else (lora, backbone)
         state = create(trained, policy, schedule, masters)
         state = train(state, frozen, prose, arguments.steps, arguments)
         apply_fn = state.apply_fn
-        losses[name] = float(loss_fn(state.params, frozen, held_out, apply_fn))
+        losses[name] = float(evaluate(state.params, frozen, held_out, apply_fn))
         loss = lambda *trees, apply_fn=apply_fn: loss_fn(*trees, apply_fn)
         report = diagnostics.memory_report(loss, optimizer=state.tx, frozen=1, compiled=False)
         reports[name] = report(state.params, frozen, held_out[: arguments.batch_size])
