@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import PRECISIONS, begin, finish, parse_options, print_table
+from _common import PRECISIONS, begin, finish, parse_options, print_table, rounded
 
 from jmp import transforms
 from jmp.adapters import equinox as mixed
@@ -125,16 +125,19 @@ def main() -> None:
     arguments = parse_options(__doc__, **options, precisions=PRECISIONS)
     console = begin(arguments)
     rows: list[Any] = [["", "return", "norms: actor", "critic", "scales: actor", "critic"]]
-    curves = {}
+    runs = {}
     for policy in arguments.precisions:
         logged, scales = train(policy, arguments)
-        final = logged[:, -50:, 0].mean()
-        norms = (f"{norm:.2g}" for norm in np.median(logged[..., 1:], axis=(0, 1)))
-        words = (f"2^{power:.0f}" for power in np.log2(np.median(scales, axis=0)))
-        rows.append([policy, f"{final:.1f}", *norms, *words])
-        curves[policy] = logged.tolist()
+        found = runs[policy] = {
+            "returns": rounded(logged[..., 0].mean(axis=0)),  # of the seeds
+            "return": float(logged[:, -50:, 0].mean()),
+            "norms": np.median(logged[..., 1:], axis=(0, 1)).tolist(),
+            "scales": np.median(scales, axis=0).tolist(),
+        }
+        words = (f"2^{np.log2(scale):.0f}" for scale in found["scales"])
+        rows.append([policy, found["return"], *found["norms"], *words])
     print_table(console, *rows)
-    finish(console, arguments, "actor_critic", curves=curves)
+    finish(console, arguments, "actor_critic", runs=runs)
 
 
 if __name__ == "__main__":
