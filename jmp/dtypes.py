@@ -36,6 +36,8 @@ dtype_to_names: dict[type, tuple[str, ...]] = {
 for _name in sorted(name for name in dir(jnp) if name.startswith("float8_")):
     dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f", 1), _name)
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
+_wide_names = [name for name in _name_to_dtype if not name.startswith(("f8_", "float8_"))]
+_KNOWN = f"one of {', '.join(_wide_names)}, or a float8 dtype such as float8_e4m3fn"
 
 
 class ScalarType(Protocol):
@@ -93,8 +95,7 @@ def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     if name not in _name_to_dtype:
         raise ValueError(
             f"Unknown dtype {described(name)}.{did_you_mean(name, [*others, *_name_to_dtype])} "
-            "Expected 'half' (the platform's half precision) or one of "
-            f"{', '.join(_name_to_dtype)}."
+            f"Expected 'half' (the platform's half precision) or {_KNOWN}."
         )
     return _name_to_dtype[name]
 
@@ -115,7 +116,7 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     """
     if isinstance(dtype, str):
         return parse_dtype(dtype)
-    expected = f"a real floating dtype or its name, one of {', '.join(_name_to_dtype)}"
+    expected = f"a real floating dtype or its name, {_KNOWN}"
     # np.dtype(None) would be float64, and np.dtype(array) the dtype of the array.
     if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
         raise wrong(TypeError, role, dtype, expected)
