@@ -9,18 +9,20 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
 # Not `results`, whose files are tracked and quoted in the documentation: `--output-dir results`
 # renews those, and `python -m benchmarks.report` then writes the pages and their figures anew.
 OUTPUT = pathlib.Path("runs")
+PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 class OptionsHelp(argparse.RawDescriptionHelpFormatter):
@@ -47,6 +49,22 @@ def positive(kind: type) -> Callable[[str], Any]:
 
     parse.__name__ = kind.__name__
     return parse
+
+
+def parse_options(description: str | None, **defaults: Any) -> argparse.Namespace:
+    """Parses the output folder, and an option for each default: a number above zero, or words.
+
+    Of words a user may choose some.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=OptionsHelp)
+    for name, default in defaults.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(default, tuple):
+            parser.add_argument(option, nargs="+", choices=default, default=default)
+        else:
+            parser.add_argument(option, type=positive(type(default)), default=default)
+    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
+    return parser.parse_args()
 
 
 def device_line() -> str:
@@ -173,6 +191,27 @@ def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any
         file.write_text(text)
     read: dict[str, Any] = json.loads(text)
     return read
+
+
+def print_table(console: Console, *rows: Sequence[Any]) -> None:
+    """Prints rows, of which the first has the headings, and the first cell of each its name."""
+    table = Table(rows[0][0])
+    for heading in rows[0][1:]:
+        table.add_column(heading, justify="right")
+    for name, *cells in rows[1:]:
+        table.add_row(name, *(f"{x:.4f}" if isinstance(x, float) else str(x) for x in cells))
+    console.print(table)
+
+
+def finish(
+    console: Console, arguments: argparse.Namespace, name: str, plot: Any = None, **results: Any
+) -> None:
+    """Writes `name.json`, and `name.svg` if there is a `plot` of what the file holds."""
+    path = arguments.output_dir / f"{name}.json"
+    report = write_report(path, arguments, **results)
+    if plot is not None:
+        save_figure(plot(report), path.with_suffix(".svg"))
+    console.print(f"Wrote {path}" + (f" and {name}.svg beside it." if plot else "."))
 
 
 def _finite_or_none(value: Any) -> Any:

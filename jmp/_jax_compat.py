@@ -33,6 +33,12 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
+def platform_of_mesh() -> str | None:
+    """Returns the platform of the devices of the current mesh, such as "tpu", if that is known."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None)
+
+
 def is_divided(value: Any) -> bool:
     """Returns whether XLA itself divides a value among devices, as far as the type says."""
     mesh = value.aval.sharding.mesh

@@ -19,7 +19,7 @@ import optax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall, cotangent, vjp_at
+from jmp._array_calls import ArrayCall, argument_numbers, cotangent, vjp_at
 from jmp._messages import wrong
 from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
@@ -46,6 +46,7 @@ def memory_report(
     *early: Any,
     optimizer: optax.GradientTransformation | None = None,
     argnums: int | Sequence[int] = 0,
+    frozen: int | Sequence[int] = (),
     has_aux: bool = False,
     compiled: bool = True,
     **options: Any,
@@ -62,6 +63,8 @@ def memory_report(
       policy: counts `jmp.autocast(fun, policy)` instead; parameters stay as they are given.
       optimizer: an optax transformation, for the bytes of its state.
       argnums: which arguments are parameters. Only what their gradients need is kept.
+      frozen: which arguments hold weights that are not trained, such as the backbone of a LoRA.
+        They are counted in a row of their own, and their half copies as copies of parameters.
       has_aux: whether `fun` returns a pair, of which the first is differentiated.
       compiled: whether XLA compiles value and gradient, for its own figures. It compiles for the
         device that the arguments are on, or that the sharding of a `ShapeDtypeStruct` names.
@@ -74,7 +77,8 @@ def memory_report(
       TypeError: `fun` is no function, or its arguments were given in the first call; `optimizer` is
         no optax transformation; options without a policy; when called, with `has_aux`, a result
         that is no pair.
-      ValueError: when called, `argnums` that name no argument, or none that holds floating arrays.
+      ValueError: when called, `argnums` that name no argument, or none that holds floating arrays;
+        `frozen` that names no argument, or a trained one.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jnp.exp(x @ w))
@@ -97,6 +101,7 @@ def memory_report(
         call = ArrayCall(function, args, kwargs)
         structs = jax.eval_shape(lambda *leaves: leaves, *call.arrays)
         parameters = call.within(argnums, "memory_report")
+        weights = _frozen_positions(call, frozen, parameters, len(args))
         moving = list(call.floating_within(argnums, "memory_report"))
         # As `jax.grad` gives gradients: a tuple for several arguments.
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
@@ -120,12 +125,28 @@ def memory_report(
             parameter_bytes=_sizes([structs[i] for i in parameters]),
             gradient_bytes=_sizes(traced.out_info[1]),
             optimizer_bytes=_sizes(state),
-            residuals=tuple(residuals(loss, call.arrays, moving)),
+            residuals=tuple(residuals(loss, call.arrays, moving, weights)),
             xla_temp_bytes=temp,
             xla_peak_bytes=peak,
+            frozen_bytes=_sizes([structs[i] for i in weights]),
         )
 
     return count
+
+
+def _frozen_positions(
+    call: ArrayCall, frozen: int | Sequence[int], trained: Iterable[int], count: int
+) -> list[int]:
+    """Returns the positions of the arrays of frozen arguments, of which there are `count` in all.
+
+    Raises: ValueError for an argument that is not there, or that is trained.
+    """
+    numbers = argument_numbers(frozen, count, "memory_report", "frozen")
+    positions = list(call.within(tuple(numbers), "memory_report"))
+    if {*positions} & {*trained}:
+        expected = "arguments that are not among argnums: a trained one is not frozen"
+        raise wrong(ValueError, "memory_report", frozen, expected, name="frozen")
+    return positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +159,8 @@ class Residual:
       operation: the primitive that made it; "literal" for a number in the program, and "argument"
         for a second copy of an argument.
       dtype, shape: of one array; a loop keeps the values of all iterations in one array.
-      of_parameters: whether it is computed only from parameters, as their half copies are, so that
-        it does not grow with the batch.
+      of_parameters: whether it is computed only from parameters, frozen ones included, as their
+        half copies are, so that it does not grow with the batch.
       times: how many there are.
       bytes: the bytes of all of them together.
 
@@ -175,6 +196,7 @@ class MemoryReport(Report):
       xla_temp_bytes: what XLA's compiled value and gradient holds besides arguments and results;
         None if it was not compiled, or if the backend does not say.
       xla_peak_bytes: arguments, results and temp together.
+      frozen_bytes: the arguments that were named as `frozen`, by dtype.
 
     >>> loss = lambda w, x: jnp.sum(jnp.sin(x * w))
     >>> report = memory_report(loss, compiled=False)(jnp.ones(4), jnp.ones(4))
@@ -193,6 +215,7 @@ class MemoryReport(Report):
     residuals: tuple[Residual, ...]
     xla_temp_bytes: int | None = None
     xla_peak_bytes: int | None = None
+    frozen_bytes: BytesByDtype = dataclasses.field(default_factory=dict)
 
     @property
     def activations(self) -> int:
@@ -227,6 +250,7 @@ class MemoryReport(Report):
         """Bytes of each part of `total_bytes`."""
         sizes = {
             "parameters": self.parameter_bytes,
+            "frozen parameters": self.frozen_bytes,
             "gradients": self.gradient_bytes,
             "optimizer": self.optimizer_bytes,
             "copies of parameters": self.copy_bytes,
@@ -340,20 +364,25 @@ FOLLOWED = {*_jax_compat.CALLS, "scan", "cond"}
 
 
 def residuals(
-    function: Callable[..., Any], arguments: Sequence[Any], parameters: Iterable[int]
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    parameters: Iterable[int],
+    frozen: Iterable[int] = (),
 ) -> list[Residual]:
     """Returns what `jax.vjp` of `function` keeps, besides arguments and closed-over arrays.
 
     The function returns a pair, of which the first is differentiated, with respect to the arguments
-    at the positions `parameters`. `jax.ShapeDtypeStruct` may stand for arrays.
+    at the positions `parameters`; those at `frozen` are parameters too. `jax.ShapeDtypeStruct` may
+    stand for arrays.
     """
     positions = list(parameters)
+    weights = {*positions, *frozen}
 
     def leaves(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(vjp_at(function, arrays, positions, has_aux=True)[1])
 
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
-    names = ["parameters" if i in positions else "data" for i in range(len(jaxpr.invars))]
+    names = ["parameters" if i in weights else "data" for i in range(len(jaxpr.invars))]
     inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]
     held = {*jaxpr.invars, *jaxpr.constvars}
     found: collections.Counter[Residual] = collections.Counter()

@@ -1,5 +1,5 @@
 """`gather_params` makes sharded parameters whole: they are rounded before they move, and their
-gradients are added up in the dtype that the user names.
+gradients are sent and added up in the dtypes that the user names.
 
 The user says for each parameter along which axes it lies. If code is mapped over devices
 (shard_map, pmap) that is enough to gather it; along explicit axes types say how each array is
@@ -20,6 +20,7 @@ from jmp._jax_compat import varying_axes
 from jmp._messages import PrecisionWarning, described, listed, shape_text
 from jmp.dtypes import floating_dtype, is_castable
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
+from jmp.sharding._sums import Place, Wire, added_up, holds, in_groups, prefers_exchanges
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
@@ -56,6 +57,9 @@ def gather_params(
     specs_or_axis: PyTree,
     dtype: DTypeLike,
     reduce_dtype: DTypeLike | None = None,
+    *,
+    send_dtype: DTypeLike | None = None,
+    return_dtype: DTypeLike | None = None,
 ) -> T:
     """Gathers sharded parameters in `dtype`; their gradients are added up in `reduce_dtype`.
 
@@ -72,6 +76,10 @@ def gather_params(
     `gather_params`: in `dtype`, or with `check_vma=False` not at all. Do not `psum` the gradients
     over these axes again: if each device computes a mean over its own rows, divide by the number of
     devices instead.
+
+    With a half `dtype` and a float32 `reduce_dtype` devices exchange half gradients: each sends the
+    others the parts of their shards, and adds up in float32 what it receives. That takes the bytes
+    of a half sum and rounds nothing. An overflow of one device is an infinity in the sum of all.
 
     Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
     lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients
@@ -92,13 +100,21 @@ def gather_params(
       dtype: the dtype in which parameters are gathered, such as the dtype of the products.
       reduce_dtype: the dtype of sums over devices; by default `dtype`, whatever the policy of an
         autocast around the call says.
+      send_dtype: the dtype in which devices send each other gradients. By default `dtype`, if
+        `reduce_dtype` holds its numbers, and else `reduce_dtype`; on TPUs always `reduce_dtype`,
+        because a TPU adds up faster while it sends. If it is narrower than `dtype`, the gradients
+        are rounded once before they are sent.
+      return_dtype: the dtype in which the sum of a parameter that is replicated goes back to its
+        replicas, after an exchange; by default `reduce_dtype`. A half one rounds the sum once, and
+        makes the bytes of data parallelism those of a half sum.
 
     Returns: the same structure, gathered, its real floating arrays in `dtype`.
 
     Raises:
       TypeError: a dtype or a spec is of the wrong kind.
       ValueError: neither inside shard_map nor on a mesh with explicit axes; a name that is no axis;
-        specs that do not fit `params`; a dtype other than float16, bfloat16, float32 and float64.
+        specs that do not fit `params`; a dtype other than float16, bfloat16, float32 and float64;
+        a `reduce_dtype` that does not hold the numbers of `send_dtype`.
 
     This is the gathering of stage 3 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
     Toward Training Trillion Parameter Models", section 5.3).
@@ -113,8 +129,7 @@ def gather_params(
     >>> gradient.dtype, gradient.shape
     (dtype('float32'), (8, 4))
     """
-    cast_to = _castable(dtype, "dtype")
-    add_in = cast_to if reduce_dtype is None else _castable(reduce_dtype, "reduce_dtype")
+    cast_to, wire = _dtypes(dtype, reduce_dtype, send_dtype, return_dtype)
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     specs = _specs_by_leaf(specs_or_axis, params)
     parameters = [
@@ -123,7 +138,7 @@ def gather_params(
         if is_floating(leaf)
     ]
     gather_all = _gathered_over_mapped_axes if mapped_axes() else _gathered_by_type
-    results = iter(gather_all(parameters, cast_to, add_in))
+    results = iter(gather_all(parameters, cast_to, wire))
     leaves = [next(results) if is_floating(leaf) else leaf for _, leaf in paths_and_leaves]
     gathered: T = jax.tree.unflatten(structure, leaves)
     return gathered
@@ -139,39 +154,61 @@ def _castable(dtype: DTypeLike, role: str) -> np.dtype:
     return normalised
 
 
+def _dtypes(
+    dtype: DTypeLike,
+    reduce_dtype: DTypeLike | None,
+    send_dtype: DTypeLike | None,
+    return_dtype: DTypeLike | None,
+) -> tuple[np.dtype, Wire]:
+    """Returns the dtype to gather in, and the dtypes of sums, with the defaults filled in."""
+    cast_to = _castable(dtype, "dtype")
+    add_in = cast_to if reduce_dtype is None else _castable(reduce_dtype, "reduce_dtype")
+    send_in = add_in if send_dtype is None else _castable(send_dtype, "send_dtype")
+    if send_dtype is None and holds(add_in, cast_to) and prefers_exchanges():
+        send_in = cast_to
+    if not holds(add_in, send_in):
+        raise ValueError(
+            f"{CALLER} got send_dtype={send_in} and reduce_dtype={add_in}, which does not hold "
+            "what was sent; expected a reduce_dtype at least as wide, such as 'float32'."
+        )
+    return_in = add_in if return_dtype is None else _castable(return_dtype, "return_dtype")
+    return cast_to, Wire(send_in, add_in, return_in)
+
+
 def _moved(
-    array: jax.Array,
+    arrays: Sequence[jax.Array],
     dtype: np.dtype,
-    reduce_dtype: np.dtype,
-    send: Callable[[jax.Array], jax.Array],
-    add_up: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """Sends an array in `dtype`; its gradient is added up in `reduce_dtype`.
+    send: Callable[[int, jax.Array], jax.Array],
+    add_up: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+) -> list[jax.Array]:
+    """Sends arrays in `dtype`, whose gradients are added up together.
 
     Args:
-      send: moves a parameter to its new sharding.
-      add_up: moves a cotangent back, and adds it up.
+      send: moves a parameter, of that number, to its new sharding.
+      add_up: moves the cotangents back, and adds them up.
     """
 
     @jax.custom_vjp
-    def move(array: jax.Array) -> jax.Array:
-        return send(array.astype(dtype))
+    def move(*arrays: jax.Array) -> list[jax.Array]:
+        return [send(number, array.astype(dtype)) for number, array in enumerate(arrays)]
 
-    def forward(array: jax.Array) -> tuple[jax.Array, None]:
-        return move(array), None
+    def forward(*arrays: jax.Array) -> tuple[list[jax.Array], None]:
+        return move(*arrays), None
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (add_up(cotangent.astype(reduce_dtype)).astype(array.dtype),)
+    def backward(_: None, cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+        sums = zip(add_up(cotangents), arrays, strict=True)
+        return tuple(total.astype(array.dtype) for total, array in sums)
 
     move.defvjp(forward, backward)
-    return move(array)
+    results: list[jax.Array] = move(*arrays)
+    return results
 
 
 # Code that is mapped over devices: in shard_map, and in pmap.
 
 
 def _gathered_over_mapped_axes(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+    parameters: Sequence[Parameter], dtype: np.dtype, wire: Wire
 ) -> list[jax.Array]:
     """Returns parameters gathered over mapped axes.
 
@@ -182,27 +219,23 @@ def _gathered_over_mapped_axes(
     named = {name for parameter in parameters for name in parameter.axes}
     tracked = are_tracked()
 
-    def gathered(parameter: Parameter) -> jax.Array:
-        axes = _axes_to_gather(parameter, tracked)
-        own = varying_axes(parameter.array) if tracked else {n for _, names in axes for n in names}
-        replicated = tuple(sorted(named - own))
+    def place_of(parameter: Parameter) -> Place:
+        shards = _axes_to_gather(parameter, tracked)
+        sharded = frozenset(name for _, names in shards for name in names)
+        own = varying_axes(parameter.array) if tracked else sharded
+        return Place(shards, tuple(sorted(named - own)), wire)
 
-        def send(moving: jax.Array) -> jax.Array:
+    def gathered(arrays: Sequence[jax.Array], places: Sequence[Place]) -> list[jax.Array]:
+        def send(number: int, moving: jax.Array) -> jax.Array:
             # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
-            moving = made_varying(moving, replicated)
-            for dimension, names in axes:
+            moving = made_varying(moving, places[number].replicas)
+            for dimension, names in places[number].shards:
                 moving = jax.lax.all_gather(moving, names, axis=dimension, tiled=True)
             return moving
 
-        def add_up(total: jax.Array) -> jax.Array:
-            for dimension, names in axes:
-                total = jax.lax.psum_scatter(total, names, scatter_dimension=dimension, tiled=True)
-            # After the scatter, which leaves less to add up.
-            return jax.lax.psum(total, replicated) if replicated else total
+        return _moved(arrays, dtype, send, lambda cotangents: added_up(cotangents, places))
 
-        return _moved(parameter.array, dtype, reduce_dtype, send, add_up)
-
-    return list(map(gathered, parameters))
+    return in_groups(gathered, [p.array for p in parameters], list(map(place_of, parameters)))
 
 
 def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Names], ...]:
@@ -235,7 +268,7 @@ def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Nam
 
 
 def _gathered_by_type(
-    parameters: Sequence[Parameter], dtype: np.dtype, reduce_dtype: np.dtype
+    parameters: Sequence[Parameter], dtype: np.dtype, wire: Wire
 ) -> list[jax.Array]:
     """Returns parameters resharded on a mesh with explicit axes.
 
@@ -244,8 +277,7 @@ def _gathered_by_type(
     """
     meshes = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
     mesh = next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    explicit = _explicit_axes(mesh)
     if not explicit:
         raise ValueError(
             f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
@@ -257,12 +289,12 @@ def _gathered_by_type(
     # The axes to add up over: the named ones, else all along which nothing is sharded.
     left = {name for target in targets for names in target for name in names}
     data = frozenset().union(*(p.sums for p in parameters)) or frozenset(explicit - left)
-    adds_in_another = reduce_dtype != dtype and bool(data)
+    adds_in_another = (wire.added != dtype or wire.exchanges) and bool(data)
     vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
     if adds_in_another and vectors:
         warnings.warn(
             f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{reduce_dtype}: along explicit axes JAX does that only for parameters of two or more "
+            f"{wire.added}: along explicit axes JAX does that only for parameters of two or more "
             "dimensions. Gather these in a call of their own, without reduce_dtype, to "
             "silence this; in shard_map all add up in the dtype asked.",
             PrecisionWarning,
@@ -274,29 +306,66 @@ def _gathered_by_type(
         if adds_in_another and array.ndim >= _FEWEST_DIMENSIONS:
             # The cotangent of what is `reduced` arrives as one part a device, not yet added up.
             whole = NamedSharding(mesh, PartitionSpec(*partitions, reduced=data))
-            results.append(_moved_by_type(array, whole, dtype, reduce_dtype))
+            results.append(_moved_by_type(array, whole, dtype, wire))
         else:
             whole = NamedSharding(mesh, PartitionSpec(*partitions))
             results.append(jax.sharding.reshard(array.astype(dtype), whole))
     return results
 
 
+def _explicit_axes(mesh: Any) -> set[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Explicit}
+
+
 def _moved_by_type(
-    array: jax.Array, whole: NamedSharding, dtype: np.dtype, reduce_dtype: np.dtype
+    array: jax.Array, whole: NamedSharding, dtype: np.dtype, wire: Wire
 ) -> jax.Array:
     spec, data = jax.typeof(array).sharding.spec, whole.spec.reduced
     own = NamedSharding(whole.mesh, spec)
     # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
     replicated = data.difference(*names_by_dimension(spec))
     parts = NamedSharding(whole.mesh, PartitionSpec(*spec.partitions, unreduced=replicated))
+    place = _place_by_type(names_by_dimension(spec, array.ndim), whole, wire)
 
-    def add_up(total: jax.Array) -> jax.Array:
+    def add_up(cotangents: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        (total,) = cotangents
+        if wire.exchanges and place is not None:
+            return [_exchanged_by_type(total, own, place)]
+        total = total.astype(wire.added)
         if replicated and replicated != data:
             total = jax.sharding.reshard(total, parts)
-        own_part: jax.Array = jax.sharding.reshard(total, own)
-        return own_part
+        return [jax.sharding.reshard(total, own)]
 
-    return _moved(array, dtype, reduce_dtype, lambda x: jax.sharding.reshard(x, whole), add_up)
+    send = lambda _, x: jax.sharding.reshard(x, whole)
+    (moved,) = _moved([array], dtype, send, add_up)
+    return moved
+
+
+def _exchanged_by_type(total: jax.Array, own: NamedSharding, place: Place) -> jax.Array:
+    def exchange(part: jax.Array) -> jax.Array:
+        (shard,) = added_up([part], [place])
+        return shard
+
+    # Types have no word for one device's part of a sum, which they do not check then.
+    shard_map: Any = jax.shard_map
+    options = {"axis_names": _explicit_axes(own.mesh), "check_vma": False}
+    spec = jax.typeof(total).sharding.spec
+    summed: jax.Array = shard_map(exchange, in_specs=(spec,), out_specs=own.spec, **options)(total)
+    return summed
+
+
+def _place_by_type(own: list[Names], whole: NamedSharding, wire: Wire) -> Place | None:
+    """Returns how the shards of a parameter lie in what was gathered; None if they lie across."""
+    data, shards = whole.spec.reduced, []
+    left = names_by_dimension(whole.spec, len(own))
+    for dimension, (names, kept) in enumerate(zip(own, left, strict=True)):
+        gathered = names[len(kept) :]
+        if (*kept, *gathered) != names or not data.issuperset(gathered):
+            return None
+        if gathered:
+            shards.append((dimension, gathered))
+    return Place(tuple(shards), tuple(sorted(data.difference(*own))), wire)
 
 
 def _names_afterwards(parameter: Parameter) -> list[Names]:

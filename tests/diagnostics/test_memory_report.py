@@ -291,6 +291,49 @@ def test_copies_made_inside_a_loop_are_copies():
     )
 
 
+def test_frozen_weights_have_a_row_of_their_own_and_their_copies_are_no_activations():
+    def loss(adapters, backbone, x):
+        for w, (a, b) in zip(backbone, adapters, strict=True):
+            x = jnp.tanh(x @ w.astype(jnp.float32) + x @ a @ b)
+        return x.sum()
+
+    adapters = [(jnp.ones((64, 2)), jnp.ones((2, 64)))] * 3
+    backbone = [jnp.ones((64, 64), jnp.bfloat16)] * 3
+    small, large = (
+        report(loss, adapters, backbone, jnp.ones((rows, 64)), policy=F16, frozen=1)
+        for rows in (32, 64)
+    )
+    assert small.frozen_bytes == {"bfloat16": 3 * 64 * 64 * 2}
+    assert small.parts["frozen parameters"] == 3 * 64 * 64 * 2
+    assert small.parameter_bytes == small.gradient_bytes == {"float32": 3 * 2 * 64 * 2 * 4}
+    # The backbone of the first layer needs no copy: x needs no gradient.
+    copies = 2 * 64 * 64 * 2
+    assert small.copy_bytes["float16"] == large.copy_bytes["float16"] >= copies
+    assert large.parts["activations"] == 2 * small.parts["activations"] > 0
+    assert small.total_bytes == sum(small.parts.values())
+    lines = compare_memory({"lora": small, "trained": report(mlp, MLP, X)}).splitlines()
+    (line,) = (line for line in lines if "frozen parameters" in line)
+    assert size(3 * 64 * 64 * 2) in line
+    assert "frozen" not in str(report(mlp, MLP, X))
+    # Not named, they are data: their copies look like activations.
+    unnamed = report(loss, adapters, backbone, jnp.ones((32, 64)), policy=F16)
+    assert unnamed.parts["frozen parameters"] == 0
+    assert unnamed.parts["activations"] >= small.parts["activations"] + copies
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"),
+    [
+        (3, "frozen=3; expected numbers of its 2 args"),
+        (0, "frozen=0; expected arguments that are not among argnums"),
+        ((1, -2), "a trained one is not frozen"),
+    ],
+)
+def test_frozen_arguments_that_are_not_there_or_trained_are_refused(frozen, words):
+    with pytest.raises(ValueError, match=words):
+        report(mlp, MLP, X, frozen=frozen)
+
+
 # State.
 
 

@@ -35,6 +35,15 @@ TINY = {
     "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],
 }
 
+GALLERY = {
+    "diffusion": ["--steps=2", "--batch-size=4", "--width=4", "--precisions=mixed_bfloat16"],
+    "lora": ["--steps=8", "--pretrain-steps=20", "--batch-size=4", "--length=16", "--width=16"],
+    "actor_critic": ["--updates=2", "--seeds=1", "--width=8", "--precisions=mixed_float16"],
+    "seq2seq": ["--steps=12", "--batch-size=16", "--width=8", "--precisions=mixed_float16"],
+    "data_parallel": ["--steps=8", "--batch-size=16", "--width=16", "--precisions=float32"],
+}
+GALLERY["lora"] += ["--runs", "everything, float32", "LoRA, float32", "LoRA, mixed bfloat16"]
+
 
 @contextlib.contextmanager
 def imported_example(name):

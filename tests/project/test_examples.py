@@ -1,18 +1,34 @@
 """The examples run end to end at a tiny size, and refuse what makes no sense."""
 
 import ast
+import functools
 import json
+import os
 import re
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from benchmarks.figures import example
+from jmp import transforms
+from jmp.adapters import nnx as mixed
 from testbed import ROOT
 from tests.commands import in_full
-from tests.project.running import TINY, completed, refusal, run_example_alone
+from tests.project.running import (
+    GALLERY,
+    TINY,
+    completed,
+    imported_example,
+    refusal,
+    run_example_alone,
+)
 
 matplotlib.use("Agg")
 
@@ -88,20 +104,136 @@ def test_the_quickstart_trains_alike_before_and_after():
     assert len((ROOT / "examples" / "quickstart.py").read_text().splitlines()) < 60
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.fixture
+def written(tmp_path):
+    """Returns what runs an example of the gallery at a tiny size, and what it wrote and printed."""
+
+    def run(name):
+        printed = completed(name, *GALLERY[name], f"--output-dir={tmp_path}")
+        assert "on cpu" in printed
+        return json.loads((tmp_path / f"{name}.json").read_text()), printed
+
+    return run
+
+
+def test_the_diffusion_example_draws_digits_and_moves_no_average_in_a_skipped_step(
+    written, tmp_path
+):
+    (run,) = written("diffusion")[0]["runs"].values()
+    samples = np.array(run["samples"])
+    assert samples.shape == (20, 8, 8) and samples.min() >= 0 and samples.max() <= 16
+    assert len(np.unique(samples)) > 5
+    assert "</svg>" in (tmp_path / "diffusion.svg").read_text()
+    assert all(0.1 < loss < 10 for loss in run["losses"].values())
+
+    with imported_example("diffusion") as diffusion:
+        view = mixed.autocast(diffusion.Denoiser(4, nnx.Rngs(0)), "mixed_float16")
+        tx = transforms.mixed_precision(optax.adam(1e-2), "mixed_float16")
+        optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
+        average = nnx.clone(view)
+        images, labels, key = jnp.ones((4, 8, 8, 1)), jnp.arange(4), jax.random.key(0)
+        step = lambda images: diffusion.train_step(view, optimizer, (average,), images, labels, key)
+        found = []
+        for batch in (images, images, images * jnp.inf):
+            step(batch)
+            found.append(np.asarray(average.head.kernel[...]))
+        assert found[0].dtype == np.float32 and (found[0] != found[1]).any()
+        np.testing.assert_array_equal(found[1], found[2])
+
+
+def test_the_lora_example_keeps_nothing_for_its_frozen_backbone(written):
+    report, printed = written("lora")
+    memory, losses = report["memory"], report["losses"]
+    assert losses["everything, float32"] < 5.4  # of bytes drawn alike it is 5.55
+    np.testing.assert_allclose(losses["LoRA, mixed bfloat16"], losses["LoRA, float32"], rtol=1e-3)
+    whole, half = memory["LoRA, float32"], memory["LoRA, mixed bfloat16"]
+    # All but the norms are half.
+    assert 0.5 < half["frozen parameters"] / whole["frozen parameters"] < 0.52
+    for found in (whole, half):
+        # Two moments, the count of Adam and of the schedule, and the loss scale.
+        assert found["gradients"] == found["parameters"]
+        assert 0 <= found["optimizer"] - 2 * found["parameters"] < 50
+    everything = memory["everything, float32"]
+    assert everything["gradients"] == whole["frozen parameters"] > 2 * whole["gradients"]
+    assert "frozen parameters" in printed
+
+
+def test_the_actor_and_the_critic_have_a_scale_each(written):
+    (run,) = written("actor_critic")[0]["runs"].values()
+    assert len(run["returns"]) == 2 and min(run["returns"]) > 0
+    # A norm is null if most steps were skipped: the first scale is too large for the critic.
+    assert all(norm is None or norm > 0 for norm in run["norms"])
+    assert run["scales"][0] >= run["scales"][1]
+
+    with imported_example("actor_critic") as example:
+        tx = transforms.mixed_precision(optax.sgd(1.0), "mixed_float16")
+        model = eqx.nn.MLP(4, "scalar", 8, 1, jnp.tanh, key=jax.random.key(0))
+        before = eqx.filter(model, eqx.is_array)
+        opt_state, states = tx.init(before), jnp.ones((3, 4))
+        take = functools.partial(example.take_step, example.critic_loss, tx)
+        skipped, opt_state, norm = take(model, opt_state, states, jnp.full(3, jnp.inf))
+        assert not np.isfinite(norm) and opt_state.loss_scale.loss_scale == 2.0**15
+        jax.tree.map(np.testing.assert_array_equal, eqx.filter(skipped, eqx.is_array), before)
+        taken, opt_state, norm = take(model, opt_state, states, jnp.zeros(3))
+        true = eqx.filter_grad(example.critic_loss)(model, states, jnp.zeros(3))
+        np.testing.assert_allclose(norm, optax.tree.norm(true), rtol=1e-5)  # unscaled
+        moved = jax.tree.map(jnp.subtract, before, eqx.filter(taken, eqx.is_array))
+        np.testing.assert_allclose(optax.tree.norm(moved), norm, rtol=1e-4)
+
+
+def test_the_sequence_example_decodes_what_teacher_forcing_would_write(written):
+    (run,) = written("seq2seq")[0]["runs"].values()
+    assert run["loss"] < 4.8  # of 128 characters alike it is 4.85
+    assert 0 <= run["right"] <= 1 and run["as in float32"] > 0.5
+
+    with imported_example("seq2seq") as example:
+        texts, dates = example.draw_dates(8, seed=0)
+        assert {len(text.tobytes()) for text in texts} == {4 * example.LONGEST}
+        assert all(bytes(date.tolist())[4:5] == b"-" for date in dates)
+        model = example.Translator(8)
+        variables = model.init(jax.random.key(0), texts, dates)
+        written = example.greedy(model, variables, texts)
+        given = jnp.pad(written[:, :-1], ((0, 0), (1, 0)))
+        logits = model.apply(variables, texts, given)
+        np.testing.assert_array_equal(written, logits.argmax(-1))
+
+
+def test_eight_devices_have_the_losses_of_one(written, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the example sets it
+    runs = written("data_parallel")[0]["runs"]
+    one, parallel, sharded = (
+        runs[f"float32, {way}"] for way in ("one device", "data parallel", "FSDP")
+    )
+    np.testing.assert_allclose(parallel["losses"], one["losses"], rtol=1e-5)
+    np.testing.assert_allclose(sharded["losses"], one["losses"], rtol=1e-5)
+    assert one["losses"][-1] < one["losses"][0]
+    assert parallel["kB on a device"] == one["kB on a device"] > 7 * sharded["kB on a device"]
+    assert one["skipped whole"] and parallel["skipped whole"] and sharded["skipped whole"]
+
+
+@pytest.mark.parametrize("name", [*TINY, *GALLERY])
 def test_a_mistake_is_refused(name):
-    assert "expected a number above zero" in refusal(name, "--batch-size=-1")
+    option = "--updates" if name == "actor_critic" else "--batch-size"
+    assert "expected a number above zero" in refusal(name, f"{option}=-1")
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_an_example_of_the_gallery_is_read_in_one_go(name):
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 150
 
 
 WITH_OPTIONS = sorted(
     path.stem
     for path in (ROOT / "examples").glob("[!_]*.py")
-    if "ArgumentParser(" in path.read_text()
+    if "ArgumentParser(" in path.read_text() or "parse_options(" in path.read_text()
 )
 
 
 def options_with_defaults(path):
     """Yields the options of a file that are added with a default."""
+    if path.stem in GALLERY:
+        options = (option.split("=")[0] for option in GALLERY[path.stem])
+        yield from (option for option in options if option.startswith("--"))
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and "default" in {word.arg for word in node.keywords}:
             name = node.args[0] if node.args else None
