@@ -64,10 +64,10 @@ def _by_dtype(received: dict[str, float]) -> str:
 
 
 SUMS = {
-    "half": '`gather_params(w, "data", "f16")`: half sums',
-    "float32": '`(w, "data", "f16", "f32", send_dtype="f32")`: float32 sent',
-    "exchange": '`(w, "data", "f16", "f32", send_dtype="f16")`: half sent, float32 sums',
-    "returned": 'the same with `return_dtype="f16"`',
+    "half": "half sent, half sums",
+    "float32": "float32 sent, float32 sums",
+    "exchange": "half sent, float32 sums",
+    "returned": "half sent, float32 sums, returned in half",
 }
 PLACES = {"fsdp": "FSDP", "dp": "data parallel"}
 
@@ -78,7 +78,7 @@ def _(found: dict[str, Any]) -> str:
     devices = list(counted["fsdp"]["half"])
     rows = [
         [
-            f"{PLACES[place]}, {SUMS[form]}",
+            f"{PLACES[place]}: {SUMS[form]}",
             *(f"{by[n]['received'] / MIB:.1f}" for n in devices),
             *(f"{by[n]['temp'] / MIB:.1f}" for n in devices),
         ]
@@ -94,7 +94,7 @@ def _(found: dict[str, Any]) -> str:
     errors = found["errors"]
     devices = list(errors["half"]["random"])
     rows = [
-        [SUMS[form].rpartition(": ")[2], kind, *(f"{by[n]:.1e}" for n in devices)]
+        [SUMS[form], kind, *(f"{by[n]:.1e}" for n in devices)]
         for form, kinds in errors.items()
         for kind, by in kinds.items()
     ]
@@ -107,6 +107,6 @@ def _(found: dict[str, Any]) -> str:
     for place, forms in found["v5e"].items():
         base = forms["half"]["cycles"]
         for form, by in forms.items():
-            name = f"{PLACES[place]}, {SUMS[form].replace('f16', 'bf16')}"
+            name = f"{PLACES[place]}: {SUMS[form]}"
             rows.append([name, f"{by['received'] / MIB:.1f}", f"{by['cycles'] / base:.2f}"])
-    return table(["eight v5e", "MiB received", "cycles over those of half sums"], rows)
+    return table(["eight v5e", "MiB received", "cycles over half sums"], rows)
