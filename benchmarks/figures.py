@@ -46,6 +46,18 @@ def of_memory(found: Any, counted: Any) -> Any:
 PAGE, LETTERS = 358, 11
 
 
+def with_one_legend(figure: Any) -> None:
+    """Puts the legends of all axes above the figure, one entry a line."""
+    found = {}
+    for axes in figure.axes:
+        if legend := axes.get_legend():
+            for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
+                found.setdefault(text.get_text(), handle)
+            legend.remove()
+    place = {"loc": "outside upper left", "frameon": False, "fontsize": 8}
+    figure.legend(list(found.values()), list(found), **place)
+
+
 def for_a_phone(figure: Any) -> Any:
     """Returns a figure narrow enough for its letters to be large; breaks long lines."""
     texts = [text for text in figure.findobj(Text) if text.get_text()]
@@ -64,7 +76,8 @@ def for_a_phone(figure: Any) -> Any:
     return figure
 
 
-WIDE = {"find_overflow", "inspect_ranges", "memory"}  # their legends stand in a row
+IN_A_ROW = {"find_overflow"}  # as its legend stands in the example's own drawing
+WIDE = {"inspect_ranges", "memory"}  # their panels need the width
 Drawing = tuple[Callable[..., Any], tuple[str, ...]]
 DRAWINGS: dict[str, Drawing] = {
     name: (functools.partial(of_example, name), (f"{name}.json",))
@@ -102,6 +115,8 @@ def drawn(name: str) -> Any:
     """Returns a figure as it stands on a page."""
     plot, files = DRAWINGS[name]
     figure = plot(*(json.loads((RESULTS / file).read_text()) for file in files))
+    if name in IN_A_ROW:
+        with_one_legend(figure)
     return figure if name in WIDE else for_a_phone(figure)
 
 

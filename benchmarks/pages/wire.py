@@ -109,4 +109,4 @@ def _(found: dict[str, Any]) -> str:
         for form, by in forms.items():
             name = f"{PLACES[place]}: {SUMS[form]}"
             rows.append([name, f"{by['received'] / MIB:.1f}", f"{by['cycles'] / base:.2f}"])
-    return table(["eight v5e", "MiB received", "cycles over those of half sums"], rows)
+    return table(["eight v5e", "MiB received", "cycles over half sums"], rows)
