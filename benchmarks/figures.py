@@ -84,6 +84,7 @@ DRAWINGS: dict[str, Drawing] = {
     for name in (
         "autoencoder",
         "char_lm",
+        "diffusion",
         "digits",
         "find_overflow",
         "grpo",

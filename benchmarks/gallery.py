@@ -65,8 +65,6 @@ def measure(row: Row) -> dict[str, Any]:
         command = [sys.executable, str(ROOT / "examples" / f"{row.name}.py"), *row.options]
         if row.name != "quickstart":
             command += ["--output-dir", str(ROOT / "results") if row.writes_results else folder]
-        if row.name in ("gpt", "grpo"):
-            command += ["--checkpoint-dir", f"{folder}/checkpoints"]
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run(command, check=True, cwd=folder, env=dict(os.environ, PYTHONPATH=str(ROOT)))
         after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - started

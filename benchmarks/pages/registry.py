@@ -32,6 +32,18 @@ SOURCES = {
     "ranges": Source(
         "results/inspect_ranges.json", "python examples/inspect_ranges.py --output-dir results"
     ),
+    "gallery": Source("results/gallery.json", "python -m benchmarks.gallery"),
+    "diffusion": Source(
+        "results/diffusion.json", "python examples/diffusion.py --output-dir results"
+    ),
+    "lora": Source("results/lora.json", "python examples/lora.py --output-dir results"),
+    "seq2seq": Source("results/seq2seq.json", "python examples/seq2seq.py --output-dir results"),
+    "actor_critic": Source(
+        "results/actor_critic.json", "python examples/actor_critic.py --output-dir results"
+    ),
+    "data_parallel": Source(
+        "results/data_parallel.json", "python examples/data_parallel.py --output-dir results"
+    ),
     "memory": Source("results/memory.json", "python examples/memory.py --output-dir results"),
     "recipes": Source(
         "results/benchmarks/compiled.json", "python -m benchmarks.run --suite compiled"

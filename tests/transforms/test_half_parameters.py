@@ -145,6 +145,28 @@ def test_under_loss_scaling_a_frozen_half_backbone_stays_as_it_is_and_what_is_fl
     assert params["lora"]["a"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_frozen_half_leaves_belong_in_a_tree_of_their_own(policy):
+    adam = optax.adam(1e-2)
+    for in_one_tree in (PARTS, optax.masked(adam, {"backbone": False, "lora": True})):
+        with refused:
+            make(policy, in_one_tree).init(LORA)
+    make(policy, adam).init(LORA["lora"])
+    # In one tree only if no half leaf is to have a master.
+    tx = transforms.mixed_precision(PARTS, policy, masters="none")
+    state = tx.init(LORA)
+    gradients = jax.tree.map(lambda p: state.loss_scale.scale(jnp.ones_like(p)), LORA)
+    updates, state = tx.update(gradients, state, LORA)
+    moved = optax.apply_updates(LORA, updates)
+    assert state.grads_finite and bits(moved["backbone"]) == bits(LORA["backbone"])
+    assert (moved["lora"]["b"] < 0).all()
+    # A policy with half parameters keeps a master of each half leaf, also of those that are frozen.
+    masters = (
+        transforms.mixed_precision(PARTS, "p=bf16,c=bf16,o=f32").init(LORA).inner_state.masters
+    )
+    assert all(leaf.dtype == jnp.float32 for leaf in masters["backbone"].values())
+
+
 def test_half_leaves_of_a_group_with_masters_pass():
     groups = {"freeze": transforms.with_master_params(optax.sgd(1e-2)), "train": optax.adam(1e-2)}
     make(inner=optax.partition(groups, LABELS)).init(LORA)
