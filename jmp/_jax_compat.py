@@ -33,10 +33,9 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
-def platform_of_mesh() -> str | None:
-    """Returns the platform of the devices of the current mesh, such as "tpu", if that is known."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(device, "platform", None)
+def platform_of(mesh: Any) -> str | None:
+    """Returns the platform of the devices of an abstract mesh, such as "tpu", if that is known."""
+    return getattr(getattr(mesh, "abstract_device", None), "platform", None)
 
 
 def is_divided(value: Any) -> bool:

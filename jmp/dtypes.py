@@ -100,6 +100,17 @@ def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     return _name_to_dtype[name]
 
 
+def can_hold(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Returns whether each number of the dtype `narrow` is one of `wide`.
+
+    >>> float16, bfloat16 = HALF_DTYPES
+    >>> can_hold(FLOAT32, bfloat16), can_hold(float16, FLOAT32), can_hold(bfloat16, float16)
+    (True, False, False)
+    """
+    first, second = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(first.nmant >= second.nmant and first.maxexp >= second.maxexp)
+
+
 def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     """Normalises `dtype` (a name, scalar type or `np.dtype`) and refuses all but real floats.
 

@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
-from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
+from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable, is_half
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
-from jmp.sharding._sums import summed
+from jmp.sharding._sums import add_up_all
 from jmp.trees import (
     PyTree,
     all_finite,
@@ -89,9 +89,9 @@ def accumulated_value_and_grad(
         (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
         device is one micro-batch. Without `reduce_axes` shard_map adds gradients up in each turn,
         as a sum and not a mean, or with `check_vma=False` not at all.
-      send_dtype: the dtype in which devices send each other float32 sums over `reduce_axes`. A half
-        one rounds each device's sums once a window, in the range of a micro-batch's gradients;
-        devices exchange the half numbers and add them up in float32.
+      send_dtype: the dtype in which devices send each other float32 sums over `reduce_axes`:
+        float32 or half. Half rounds each device's sums once a window, in the range of a
+        micro-batch's gradients; devices add up in float32.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or `((value,
       aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
@@ -124,7 +124,7 @@ def accumulated_value_and_grad(
     steps = _number_of_steps(steps)
     dtype_of = functools.partial(_dtype_of_sum, _float_dtype(accumulate_dtype, "accumulate_dtype"))
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
-    sent = _float_dtype(send_dtype, "send_dtype")
+    sent = _sent_dtype(send_dtype)
     trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
 
@@ -243,15 +243,15 @@ def _over_devices(
     if sent == FLOAT32:
         everywhere: tuple[PyTree, jax.Array, jax.Array] = jax.lax.psum((sums, value, count), axes)
         return everywhere
-    value, count = jax.lax.psum((value, count), axes)
+    # Sent in the range of a micro-batch's gradients, for which the loss scale was found.
+    largest = jax.lax.pmax(_varying_along(axes, count), axes)
+    power = _power_of_two_up_to(largest)
+    power = jnp.where(power < largest, 2 * power, power)
     leaves, structure = jax.tree.flatten(sums)
-    # Sent in the range of a mean's gradients, for which the loss scale was found.
-    power = _power_of_two_up_to(count / jax.lax.axis_size(axes))
     means = [leaf / power if leaf.dtype == FLOAT32 else leaf for leaf in leaves]
-    totals = [
-        total * power if total.dtype == FLOAT32 else total for total in summed(means, axes, sent)
-    ]
-    return jax.tree.unflatten(structure, totals), value, count
+    totals = add_up_all(means, axes, sent)
+    restored = [total * power if total.dtype == FLOAT32 else total for total in totals]
+    return jax.tree.unflatten(structure, restored), *jax.lax.psum((value, count), axes)
 
 
 def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -334,6 +334,13 @@ def _float_dtype(dtype: DTypeLike, name: str) -> np.dtype:
             "dtype of at least 16 bits (float64 needs jax_enable_x64)."
         )
     return wanted
+
+
+def _sent_dtype(dtype: DTypeLike) -> np.dtype:
+    sent = _float_dtype(dtype, "send_dtype")
+    if not can_hold(FLOAT32, sent):
+        raise wrong(ValueError, CALLER, str(sent), "float32 or half", name="send_dtype")
+    return sent
 
 
 def _check_mapped(axes: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ sharded, and the user says how the parameter is sharded afterwards.
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,11 +17,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmp._jax_compat import varying_axes
-from jmp._messages import PrecisionWarning, described, listed, shape_text
-from jmp.dtypes import floating_dtype, is_castable
+from jmp._jax_compat import platform_of, varying_axes
+from jmp._messages import PrecisionWarning, described, listed, shape_text, wrong
+from jmp.dtypes import can_hold, floating_dtype, is_castable
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
-from jmp.sharding._sums import Place, Wire, added_up, holds, in_groups, prefers_exchanges
+from jmp.sharding._sums import Route, Wire, add_up, in_groups
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
@@ -78,8 +79,9 @@ def gather_params(
     devices instead.
 
     With a half `dtype` and a float32 `reduce_dtype` devices exchange half gradients: each sends the
-    others the parts of their shards, and adds up in float32 what it receives. That takes the bytes
-    of a half sum and rounds nothing. An overflow of one device is an infinity in the sum of all.
+    others the parts of their shards, and adds up in float32 what it receives. The shards of FSDP
+    take the bytes of a half sum. In shard_map small gradients share an exchange: gather parameters
+    that are not trained in a call of their own, or their gradients are computed for it.
 
     Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
     lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients
@@ -100,13 +102,13 @@ def gather_params(
       dtype: the dtype in which parameters are gathered, such as the dtype of the products.
       reduce_dtype: the dtype of sums over devices; by default `dtype`, whatever the policy of an
         autocast around the call says.
-      send_dtype: the dtype in which devices send each other gradients. By default `dtype`, if
-        `reduce_dtype` holds its numbers, and else `reduce_dtype`; on TPUs always `reduce_dtype`,
-        because a TPU adds up faster while it sends. If it is narrower than `dtype`, the gradients
-        are rounded once before they are sent.
-      return_dtype: the dtype in which the sum of a parameter that is replicated goes back to its
-        replicas, after an exchange; by default `reduce_dtype`. A half one rounds the sum once, and
-        makes the bytes of data parallelism those of a half sum.
+      send_dtype: the dtype in which devices send each other gradients. The default is `dtype` if
+        `reduce_dtype` holds its numbers, and otherwise `reduce_dtype`; on TPUs it is
+        `reduce_dtype`, which is faster there. A dtype narrower than `dtype` rounds each device's
+        gradient once.
+      return_dtype: the dtype of sums that go back to the replicas of a parameter; by default
+        `reduce_dtype`. Half rounds each sum once, and data parallelism then takes the bytes of a
+        half sum. The whole sum must not overflow in it.
 
     Returns: the same structure, gathered, its real floating arrays in `dtype`.
 
@@ -129,7 +131,6 @@ def gather_params(
     >>> gradient.dtype, gradient.shape
     (dtype('float32'), (8, 4))
     """
-    cast_to, wire = _dtypes(dtype, reduce_dtype, send_dtype, return_dtype)
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     specs = _specs_by_leaf(specs_or_axis, params)
     parameters = [
@@ -137,8 +138,12 @@ def gather_params(
         for (path, leaf), spec in zip(paths_and_leaves, specs, strict=True)
         if is_floating(leaf)
     ]
+    of_arrays = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
+    meshes = () if mapped_axes() else (mesh for mesh in of_arrays if not mesh.empty)
+    mesh = next(iter(meshes), jax.sharding.get_abstract_mesh())
+    cast_to, wire = _dtypes(dtype, reduce_dtype, send_dtype, return_dtype, mesh)
     gather_all = _gathered_over_mapped_axes if mapped_axes() else _gathered_by_type
-    results = iter(gather_all(parameters, cast_to, wire))
+    results = iter(gather_all(parameters, cast_to, wire, mesh))
     leaves = [next(results) if is_floating(leaf) else leaf for _, leaf in paths_and_leaves]
     gathered: T = jax.tree.unflatten(structure, leaves)
     return gathered
@@ -159,18 +164,20 @@ def _dtypes(
     reduce_dtype: DTypeLike | None,
     send_dtype: DTypeLike | None,
     return_dtype: DTypeLike | None,
+    mesh: Any,
 ) -> tuple[np.dtype, Wire]:
     """Returns the dtype to gather in, and the dtypes of sums, with the defaults filled in."""
     cast_to = _castable(dtype, "dtype")
     add_in = cast_to if reduce_dtype is None else _castable(reduce_dtype, "reduce_dtype")
-    send_in = add_in if send_dtype is None else _castable(send_dtype, "send_dtype")
-    if send_dtype is None and holds(add_in, cast_to) and prefers_exchanges():
-        send_in = cast_to
-    if not holds(add_in, send_in):
-        raise ValueError(
-            f"{CALLER} got send_dtype={send_in} and reduce_dtype={add_in}, which does not hold "
-            "what was sent; expected a reduce_dtype at least as wide, such as 'float32'."
-        )
+    # A TPU adds up in the kernel that computes a gradient: a step of eight layers of 1024 x 1024
+    # took 0.76 of the cycles of half sums on a v5e, and 1.25 with exchanges.
+    exchanges = can_hold(add_in, cast_to) and platform_of(mesh) != "tpu"
+    send_in = cast_to if exchanges else add_in
+    if send_dtype is not None:
+        send_in = _castable(send_dtype, "send_dtype")
+    if not can_hold(add_in, send_in):
+        expected = f"a dtype whose numbers reduce_dtype={add_in} holds too"
+        raise wrong(ValueError, CALLER, str(send_in), expected, name="send_dtype")
     return_in = add_in if return_dtype is None else _castable(return_dtype, "return_dtype")
     return cast_to, Wire(send_in, add_in, return_in)
 
@@ -178,19 +185,19 @@ def _dtypes(
 def _moved(
     arrays: Sequence[jax.Array],
     dtype: np.dtype,
-    send: Callable[[int, jax.Array], jax.Array],
+    send: Sequence[Callable[[jax.Array], jax.Array]],
     add_up: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
     """Sends arrays in `dtype`, whose gradients are added up together.
 
     Args:
-      send: moves a parameter, of that number, to its new sharding.
+      send: for each array a function that moves it to its new sharding.
       add_up: moves the cotangents back, and adds them up.
     """
 
     @jax.custom_vjp
     def move(*arrays: jax.Array) -> list[jax.Array]:
-        return [send(number, array.astype(dtype)) for number, array in enumerate(arrays)]
+        return [to(array.astype(dtype)) for to, array in zip(send, arrays, strict=True)]
 
     def forward(*arrays: jax.Array) -> tuple[list[jax.Array], None]:
         return move(*arrays), None
@@ -208,34 +215,35 @@ def _moved(
 
 
 def _gathered_over_mapped_axes(
-    parameters: Sequence[Parameter], dtype: np.dtype, wire: Wire
+    parameters: Sequence[Parameter], dtype: np.dtype, wire: Wire, mesh: Any
 ) -> list[jax.Array]:
     """Returns parameters gathered over mapped axes.
 
     Raises: ValueError for an axis that is not mapped, or one along which types say that a parameter
       is not sharded.
     """
-    _check_axes_exist(parameters, mapped_axes(), "mapped")
+    _check_axes_exist(parameters, sorted(mesh.manual_axes), "mapped")
     named = {name for parameter in parameters for name in parameter.axes}
     tracked = are_tracked()
 
-    def place_of(parameter: Parameter) -> Place:
+    def route_of(parameter: Parameter) -> Route:
         shards = _axes_to_gather(parameter, tracked)
         sharded = frozenset(name for _, names in shards for name in names)
         own = varying_axes(parameter.array) if tracked else sharded
-        return Place(shards, tuple(sorted(named - own)), wire)
+        return Route(shards, tuple(sorted(named - own)), wire)
 
-    def gathered(arrays: Sequence[jax.Array], places: Sequence[Place]) -> list[jax.Array]:
-        def send(number: int, moving: jax.Array) -> jax.Array:
-            # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
-            moving = made_varying(moving, places[number].replicas)
-            for dimension, names in places[number].shards:
-                moving = jax.lax.all_gather(moving, names, axis=dimension, tiled=True)
-            return moving
+    def send(route: Route, moving: jax.Array) -> jax.Array:
+        # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
+        moving = made_varying(moving, route.replicas)
+        for dimension, names in route.shards:
+            moving = jax.lax.all_gather(moving, names, axis=dimension, tiled=True)
+        return moving
 
-        return _moved(arrays, dtype, send, lambda cotangents: added_up(cotangents, places))
+    def gathered(arrays: Sequence[jax.Array], routes: Sequence[Route]) -> list[jax.Array]:
+        moves = [partial(send, route) for route in routes]
+        return _moved(arrays, dtype, moves, partial(add_up, routes=routes))
 
-    return in_groups(gathered, [p.array for p in parameters], list(map(place_of, parameters)))
+    return in_groups(gathered, [p.array for p in parameters], list(map(route_of, parameters)))
 
 
 def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Names], ...]:
@@ -268,15 +276,13 @@ def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Nam
 
 
 def _gathered_by_type(
-    parameters: Sequence[Parameter], dtype: np.dtype, wire: Wire
+    parameters: Sequence[Parameter], dtype: np.dtype, wire: Wire, mesh: Any
 ) -> list[jax.Array]:
     """Returns parameters resharded on a mesh with explicit axes.
 
-    Warns: UserWarning, if some cannot add up in `reduce_dtype`.
+    Warns: PrecisionWarning, if the gradients of some cannot be sent and added up as asked.
     Raises: ValueError if there is no such mesh, or for an axis that it does not have.
     """
-    meshes = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
-    mesh = next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
     explicit = _explicit_axes(mesh)
     if not explicit:
         raise ValueError(
@@ -293,10 +299,10 @@ def _gathered_by_type(
     vectors = [p.path for p in parameters if p.array.ndim < _FEWEST_DIMENSIONS]
     if adds_in_another and vectors:
         warnings.warn(
-            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype}, not in "
-            f"{wire.added}: along explicit axes JAX does that only for parameters of two or more "
-            "dimensions. Gather these in a call of their own, without reduce_dtype, to "
-            "silence this; in shard_map all add up in the dtype asked.",
+            f"{CALLER}: the gradients of {listed(vectors)} are added up in {dtype} as they are, "
+            f"not sent in {wire.sent} and added up in {wire.added}: along explicit axes JAX does "
+            "that only for parameters of two or more dimensions. Gather these in a call of their "
+            "own, only with dtype, to silence this; in shard_map all add up as asked.",
             PrecisionWarning,
             stacklevel=3,
         )
@@ -326,37 +332,38 @@ def _moved_by_type(
     # First scattered, then the sum over replicas: in one step XLA adds up whole gradients.
     replicated = data.difference(*names_by_dimension(spec))
     parts = NamedSharding(whole.mesh, PartitionSpec(*spec.partitions, unreduced=replicated))
-    place = _place_by_type(names_by_dimension(spec, array.ndim), whole, wire)
+    route = _route_by_type(names_by_dimension(spec, array.ndim), whole, wire)
 
-    def add_up(cotangents: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def add_up_by_type(cotangents: Sequence[jax.Array]) -> Sequence[jax.Array]:
         (total,) = cotangents
-        if wire.exchanges and place is not None:
-            return [_exchanged_by_type(total, own, place)]
+        if wire.exchanges and route is not None:
+            return [_exchanged_by_type(total, own, route)]
         total = total.astype(wire.added)
         if replicated and replicated != data:
             total = jax.sharding.reshard(total, parts)
         return [jax.sharding.reshard(total, own)]
 
-    send = lambda _, x: jax.sharding.reshard(x, whole)
-    (moved,) = _moved([array], dtype, send, add_up)
+    to_whole = lambda x: jax.sharding.reshard(x, whole)
+    (moved,) = _moved([array], dtype, [to_whole], add_up_by_type)
     return moved
 
 
-def _exchanged_by_type(total: jax.Array, own: NamedSharding, place: Place) -> jax.Array:
-    def exchange(part: jax.Array) -> jax.Array:
-        (shard,) = added_up([part], [place])
-        return shard
-
+def _exchanged_by_type(total: jax.Array, own: NamedSharding, route: Route) -> jax.Array:
+    exchange = lambda part: add_up([part], [route])[0]
     # Types have no word for one device's part of a sum, which they do not check then.
-    shard_map: Any = jax.shard_map
-    options = {"axis_names": _explicit_axes(own.mesh), "check_vma": False}
-    spec = jax.typeof(total).sharding.spec
-    summed: jax.Array = shard_map(exchange, in_specs=(spec,), out_specs=own.spec, **options)(total)
+    shard_map: Any = partial(
+        jax.shard_map, mesh=own.mesh, axis_names=_explicit_axes(own.mesh), check_vma=False
+    )
+    parts = jax.typeof(total).sharding.spec
+    summed: jax.Array = shard_map(exchange, in_specs=(parts,), out_specs=own.spec)(total)
     return summed
 
 
-def _place_by_type(own: list[Names], whole: NamedSharding, wire: Wire) -> Place | None:
-    """Returns how the shards of a parameter lie in what was gathered; None if they lie across."""
+def _route_by_type(own: list[Names], whole: NamedSharding, wire: Wire) -> Route | None:
+    """Returns the way back to the shards of a parameter.
+
+    None if shards that are gathered do not lie side by side in what was gathered.
+    """
     data, shards = whole.spec.reduced, []
     left = names_by_dimension(whole.spec, len(own))
     for dimension, (names, kept) in enumerate(zip(own, left, strict=True)):
@@ -365,7 +372,7 @@ def _place_by_type(own: list[Names], whole: NamedSharding, wire: Wire) -> Place 
             return None
         if gathered:
             shards.append((dimension, gathered))
-    return Place(tuple(shards), tuple(sorted(data.difference(*own))), wire)
+    return Route(tuple(shards), tuple(sorted(data.difference(*own))), wire)
 
 
 def _names_afterwards(parameter: Parameter) -> list[Names]:

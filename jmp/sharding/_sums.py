@@ -3,7 +3,7 @@
 A collective adds up in the dtype that it sends: in half it rounds at each of the n devices of a
 ring, and in float32 it sends twice the bytes. An *exchange* has both: each device sends the others
 their parts in half, all to all, and adds up the n parts of its own shard in float32. The sum is
-that of the devices' half gradients, and is rounded nowhere else.
+the float32 sum of the devices' half gradients.
 """
 
 import itertools
@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._jax_compat import platform_of_mesh
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, mapped_axes
 
 Names = tuple[str, ...]
 
-# Gradients of fewer elements share one exchange: sent apart, each would wait for all devices.
-_SMALL = 2**16
+# Gradients of fewer elements share an exchange: sent apart, each would wait for all devices. All
+# of them are kept until the last is there, so they are not many.
+_SMALL, _TOGETHER = 2**16, 2**18
 
 
 class Wire(NamedTuple):
@@ -45,7 +45,7 @@ class Wire(NamedTuple):
         return self.sent != self.added
 
 
-class Place(NamedTuple):
+class Route(NamedTuple):
     """Where the sum of a gradient belongs, and how it gets there.
 
     Attributes:
@@ -63,49 +63,39 @@ class Place(NamedTuple):
         return (*itertools.chain(*(names for _, names in self.shards)), *self.replicas)
 
 
-def holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Returns whether each number of the dtype `narrow` is one of `wide`.
-
-    >>> holds(np.dtype("float32"), jnp.dtype("bfloat16")), holds(np.dtype("float16"), FLOAT32)
-    (True, False)
-    """
-    common: np.dtype = jax.dtypes.result_type(wide, narrow)
-    return common == wide
-
-
-def prefers_exchanges() -> bool:
-    """Returns whether exchanges are the faster way on the devices of the mesh.
-
-    A TPU adds up inside the kernel that computes a gradient: a step of eight layers of 1024 x 1024
-    took 0.76 of the cycles of half sums on a v5e, and 1.25 with exchanges.
-    """
-    return platform_of_mesh() != "tpu"
-
-
 def in_groups(
-    function: Callable[[Sequence[jax.Array], Sequence[Place]], Sequence[jax.Array]],
+    function: Callable[[Sequence[jax.Array], Sequence[Route]], Sequence[jax.Array]],
     arrays: Sequence[jax.Array],
-    places: Sequence[Place],
+    routes: Sequence[Route],
 ) -> list[jax.Array]:
-    """Calls a function of arrays and places for those that are added up together.
+    """Calls `function` once for all arrays that share an exchange, and for each of the others.
 
     Args:
       arrays: shards, or whole arrays of which nothing is sharded.
+
+    Returns: the results, in the order of the arrays.
     """
-    groups: dict[object, list[int]] = {}
-    for number, (array, place) in enumerate(zip(arrays, places, strict=True)):
-        whole = array.size * math.prod(jax.lax.axis_size(names) for _, names in place.shards)
-        shares = place.wire.exchanges and 0 < whole < _SMALL
-        key = (place.names, place.replicas, place.wire) if shares else number
-        groups.setdefault(key, []).append(number)
-    results = dict[int, jax.Array]()
-    for group in groups.values():
-        found = function([arrays[n] for n in group], [places[n] for n in group])
-        results.update(zip(group, found, strict=True))
+    groups: list[list[int]] = []
+    filling: dict[object, tuple[list[int], int]] = {}  # a group, and its elements so far
+    for number, (array, route) in enumerate(zip(arrays, routes, strict=True)):
+        elements = array.size * math.prod(_size(names) for _, names in route.shards)
+        is_divided = any(jax.typeof(array).sharding.spec.partitions)  # along an explicit axis
+        shares = route.wire.exchanges and 0 < elements < _SMALL and not is_divided
+        key = (route.names, route.replicas, route.wire) if shares else number
+        group, filled = filling.get(key, ([], 1 + _TOGETHER))
+        if filled + elements > _TOGETHER:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(number)
+        filling[key] = group, filled + elements
+    results: dict[int, jax.Array] = {}
+    for group in groups:
+        found = function([arrays[n] for n in group], [routes[n] for n in group])
+        results |= zip(group, found, strict=True)
     return [results[number] for number in range(len(arrays))]
 
 
-def added_up(parts: Sequence[jax.Array], places: Sequence[Place]) -> Sequence[jax.Array]:
+def add_up(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.Array]:
     """Adds up the parts that devices have of each gradient, in mapped code.
 
     Args:
@@ -114,76 +104,77 @@ def added_up(parts: Sequence[jax.Array], places: Sequence[Place]) -> Sequence[ja
     Returns: the shard of each sum that belongs to this device, in `wire.added`; in `wire.returned`
       if it went back to replicas.
     """
-    names, wire = places[0].names, places[0].wire
-    if wire.exchanges and names and jax.lax.axis_size(names) > 1 and parts[0].size:
-        return _exchanged(parts, places)
-    return [_reduced(part.astype(wire.added), p) for part, p in zip(parts, places, strict=True)]
+    names, wire = routes[0].names, routes[0].wire
+    # Over an axis of vmap nothing is sent.
+    is_sent = {*names} <= {*mapped_axes()} and _size(names) > 1
+    if wire.exchanges and is_sent and parts[0].size:
+        return _exchanged(parts, routes)
+    return [_reduced(part, route) for part, route in zip(parts, routes, strict=True)]
 
 
-def summed(arrays: Sequence[jax.Array], axes: Names, sent: np.dtype) -> list[jax.Array]:
+def add_up_all(arrays: Sequence[jax.Array], axes: Names, sent: np.dtype) -> list[jax.Array]:
     """Adds up arrays over `axes`; each device has its own parts, and all get the sums.
 
     Args:
       sent: the dtype in which float32 arrays are sent; others are sent in their own.
     """
     wires = [Wire(sent if a.dtype == FLOAT32 else a.dtype, a.dtype, a.dtype) for a in arrays]
-    return in_groups(added_up, arrays, [Place((), axes, wire) for wire in wires])
+    return in_groups(add_up, arrays, [Route((), axes, wire) for wire in wires])
 
 
-def _reduced(part: jax.Array, place: Place) -> jax.Array:
-    for dimension, names in place.shards:
-        part = jax.lax.psum_scatter(part, names, scatter_dimension=dimension, tiled=True)
+def _reduced(part: jax.Array, route: Route) -> jax.Array:
+    total = part.astype(route.wire.added)
+    for dimension, names in route.shards:
+        total = jax.lax.psum_scatter(total, names, scatter_dimension=dimension, tiled=True)
+    if not route.replicas:
+        return total
     # After the scatter, which leaves less to add up.
-    return jax.lax.psum(part, place.replicas) if place.replicas else part
+    everywhere: jax.Array = jax.lax.psum(total, route.replicas)
+    return everywhere.astype(route.wire.returned)
 
 
-def _exchanged(parts: Sequence[jax.Array], places: Sequence[Place]) -> Sequence[jax.Array]:
-    names, replicas, wire = places[0].names, places[0].replicas, places[0].wire
-    copies = jax.lax.axis_size(replicas) if replicas else 1
-    shards = [_by_device(part, place.shards) for part, place in zip(parts, places, strict=True)]
+def _exchanged(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.Array]:
+    names, replicas, wire = routes[0].names, routes[0].replicas, routes[0].wire
+    copies = _size(replicas)
+    shards = [_cut(part, route.shards) for part, route in zip(parts, routes, strict=True)]
     shapes = [shard.shape[1:] for shard in shards]
-    # Along a dimension that the replicas divide: flat, an array is laid out anew on a TPU.
-    divided = next((d for d, size in enumerate(shapes[0]) if size % copies == 0), None)
-    if len(shards) > 1 or divided is None:
-        divided, shards = 0, [_flat(shard, copies) for shard in shards]
-    rows = [_merged(_split(shard, 1 + divided, copies, to=1), 2) for shard in shards]
-    joined = jnp.concatenate(rows, 1) if len(rows) > 1 else rows[0]
-    received = jax.lax.all_to_all(joined.astype(wire.sent), names, 0, 0)
-    total = jnp.sum(received, 0, dtype=wire.added)
-    ends = np.cumsum([row.shape[1] for row in rows])
-    sums = jnp.split(total, ends[:-1]) if len(rows) > 1 else [total]
+    # Of each shard a piece for each replica. One array keeps its dimensions, if the replicas divide
+    # one of them: flat, it would be laid out anew on a TPU.
+    even = [d for d, size in enumerate(shapes[0]) if size % copies == 0 and len(shards) == 1]
+    if even:
+        pieces = [_cut(parts[0], [*routes[0].shards, (even[0], replicas)])]
+    else:
+        pieces = [_flat(shard, copies) for shard in shards]
+    sent = jnp.concatenate(pieces, 1).astype(wire.sent)
+    received = jax.lax.all_to_all(sent, names, 0, 0)
+    ends = np.cumsum([piece.shape[1] for piece in pieces])
+    sums = jnp.split(jnp.sum(received, 0, dtype=wire.added), ends[:-1])
     if replicas:
-        to = "invarying" if are_tracked() and {*replicas} <= {*mapped_axes()} else "varying"
-        gather = partial(jax.lax.all_gather, axis=divided, tiled=True, to=to)
+        to = "invarying" if are_tracked() else "varying"
+        gather = partial(jax.lax.all_gather, axis=even[0] if even else 0, tiled=True, to=to)
         sums = [gather(piece.astype(wire.returned), replicas) for piece in sums]
     return [
-        total if total.shape == shape else total[: math.prod(shape)].reshape(shape)
-        for total, shape in zip(sums, shapes, strict=True)
+        whole if whole.shape == shape else whole[: math.prod(shape)].reshape(shape)
+        for whole, shape in zip(sums, shapes, strict=True)
     ]
 
 
-def _by_device(part: jax.Array, shards: Sequence[tuple[int, Names]]) -> jax.Array:
-    """Returns a gradient with a new first dimension: the devices, which get a shard each."""
-    for number, (dimension, names) in enumerate(reversed(shards)):
-        part = _split(part, dimension + number, jax.lax.axis_size(names))
-    return _merged(part, len(shards))
+def _size(names: Names) -> int:
+    return math.prod(map(jax.lax.axis_size, names))
 
 
-def _split(array: jax.Array, dimension: int, into: int, to: int = 0) -> jax.Array:
-    """Splits a dimension into equal pieces, which the new dimension `to` counts."""
-    shape = array.shape
-    pieces = (into, shape[dimension] // into)
-    cut = array.reshape(*shape[:dimension], *pieces, *shape[dimension + 1 :])
-    return jnp.moveaxis(cut, dimension, to)
-
-
-def _merged(array: jax.Array, dimensions: int) -> jax.Array:
-    """Makes one dimension of the first `dimensions`; of none, one of size 1."""
-    first, others = array.shape[:dimensions], array.shape[dimensions:]
+def _cut(array: jax.Array, cuts: Sequence[tuple[int, Names]]) -> jax.Array:
+    """Cuts dimensions into a part for each device along axes; a new first dimension counts them."""
+    for number, (dimension, names) in enumerate(cuts):
+        shape, at = array.shape, dimension + number
+        parts = (_size(names), shape[at] // _size(names))
+        array = jnp.moveaxis(array.reshape(*shape[:at], *parts, *shape[at + 1 :]), at, number)
+    first, others = array.shape[: len(cuts)], array.shape[len(cuts) :]
     return array.reshape(math.prod(first), *others)
 
 
 def _flat(shards: jax.Array, copies: int) -> jax.Array:
-    """Returns rows of a multiple of `copies` numbers, filled up with zeros."""
+    """Returns a row for each replica of each shard, filled up with zeros."""
     rows = shards.reshape(shards.shape[0], math.prod(shards.shape[1:]))
-    return jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % copies)])
+    filled = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % copies)])
+    return filled.reshape(shards.shape[0] * copies, -1)

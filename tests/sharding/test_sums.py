@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import transforms
-from jmp.sharding import _sums
+from jmp.sharding import _gather
 from tests.commands import in_full
 
 DATA, BOTH = {"data": 8}, {"replica": 2, "data": 4}
@@ -158,6 +158,14 @@ def test_along_explicit_axes_sums_are_as_in_shard_map(by):
     np.testing.assert_allclose(gradient, exact.sum(0), rtol=2e-3, atol=2e-3)
 
 
+def test_along_explicit_axes_the_arrays_may_say_which_mesh_it_is():
+    mesh = make_mesh(DATA, AxisType.Explicit)
+    w = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("data")))
+    x = jax.device_put(jnp.ones((8, 16), jnp.float16), NamedSharding(mesh, P("data")))
+    loss = lambda w, x: jnp.sum((x @ jmp.gather_params(w, P(), "float16", "float32")).astype("f4"))
+    assert (jax.jit(jax.grad(loss))(w, x) == 8).all()  # not under jax.set_mesh
+
+
 # What is sent
 
 
@@ -186,6 +194,9 @@ def test_small_arrays_share_one_exchange():
     assert found == {("all_gather", "bf16"): 4, ("all_to_all", "bf16"): 2}
     found = collectives(*gradients_of([*small, ()], P()))
     assert found == {("all_to_all", "bf16"): 1, ("all_gather", "f32"): 4}
+    # 2**18 elements of them together: they are kept until the last is computed.
+    found = collectives(*gradients_of([(255, 256)] * 9, P()))
+    assert found == {("all_to_all", "bf16"): 3, ("all_gather", "f32"): 9}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +217,7 @@ def test_gradients_are_sent_in_the_dtype_asked(dtypes, sent):
 
 
 def test_a_tpu_adds_up_while_it_sends(monkeypatch):
-    monkeypatch.setattr(_sums, "platform_of_mesh", lambda: "tpu")
+    monkeypatch.setattr(_gather, "platform_of", lambda mesh: "tpu")
     found = collectives(*gradients_of([(512, 256)], P("data")))
     assert found == {("all_gather", "bf16"): 1, ("reduce_scatter", "f32"): 1}
     found = collectives(*gradients_of([(512, 256)], P("data"), send_dtype="bfloat16"))
@@ -284,13 +295,67 @@ def test_accumulated_gradients_are_exchanged_once_a_window(weighted, check_vma):
     assert text.index(" scan[") < text.index("all_to_all[")
 
 
+def accumulated(steps, x, axes="data", **options):
+    """Returns the mean of what devices have, as the gradient of a sum."""
+    grad_fn = jmp.accumulated_value_and_grad(
+        lambda w, x: jnp.sum(w * x[0]),
+        jmp.StaticLossScale(1.0),
+        steps,
+        reduce_axes=axes,
+        send_dtype="float16",
+        **options,
+    )
+    mapped = jax.shard_map(grad_fn, mesh=make_mesh(DATA), in_specs=(P(), P("data")), out_specs=P())
+    return np.asarray(jax.jit(mapped)(jnp.zeros(x.shape[1:]), jnp.asarray(x, jnp.float32))[1])
+
+
+def test_what_a_device_sends_is_no_larger_than_a_gradient_of_a_micro_batch():
+    np.testing.assert_allclose(accumulated(3, np.full((24, 4), 5e4)), 5e4, rtol=1e-3)
+    one_bad, one_good = np.full((8, 4), 4e4), np.full((8, 4), np.inf)
+    one_bad[0], one_good[3] = np.inf, 1e4
+    for x, mean in ((one_bad, 4e4), (one_good, 1e4)):
+        np.testing.assert_allclose(accumulated(1, x, skip="micro_batch"), mean, rtol=1e-3)
+    rows = np.zeros((8, 4))
+    rows[5] = 1.0  # all that counts is on one device
+    weight = lambda x: 4096 * x[0, 0]
+    uneven = accumulated(1, rows * 1e4 / 1e4, weight=weight)
+    np.testing.assert_allclose(uneven, 1 / 4096, rtol=1e-3)
+
+
+def test_over_an_axis_of_vmap_nothing_is_sent():
+    parts = np.random.default_rng(0).normal(size=(8, 2, 4)).astype(np.float32)
+
+    def loss(w, x):
+        return jnp.sum(w * x[0])
+
+    def total(w, x):
+        grad_fn = jmp.accumulated_value_and_grad(
+            loss, jmp.StaticLossScale(1.0), 1, reduce_axes=("data", "v"), send_dtype="float16"
+        )
+        own = lambda x: grad_fn(w, x[None])[1]
+        return jax.vmap(own, axis_name="v")(x[0])[0]
+
+    options = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    found = jax.jit(jax.shard_map(total, mesh=make_mesh(DATA), **options))(jnp.zeros(4), parts)
+    np.testing.assert_allclose(found, parts.mean((0, 1)), rtol=1e-5, atol=1e-6)
+
+
 # Mistakes
 
 
 def test_a_sum_that_does_not_hold_what_is_sent_is_refused():
-    gradients, *arguments = gradients_of([(8, 2)], P("data"), reduce_dtype="float16")
-    del gradients
-    for sent, added in [("float32", "float16"), ("float16", "bfloat16")]:
-        gradients, *_ = gradients_of([(8, 2)], P("data"), reduce_dtype=added, send_dtype=sent)
-        with pytest.raises(ValueError, match=f"send_dtype={sent} and reduce_dtype={added}"):
+    for sent, added in [("float32", "float16"), ("float16", "bfloat16"), ("float64", "float32")]:
+        gradients, *arguments = gradients_of(
+            [(8, 2)], P("data"), reduce_dtype=added, send_dtype=sent
+        )
+        with pytest.raises(ValueError, match=f"send_dtype='{sent}'; .* reduce_dtype={added} holds"):
             jax.eval_shape(gradients, *arguments)
+
+
+def test_vectors_along_explicit_axes_are_sent_as_they_are_and_a_warning_says_so():
+    mesh = make_mesh(DATA, AxisType.Explicit)
+    vector = jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))
+    gather = lambda w: jmp.gather_params(w, P(), "float32", "float32", send_dtype="float16")
+    words = "added up in float32 as they are, not sent in float16 and added up in float32"
+    with pytest.warns(jmp.PrecisionWarning, match=words):
+        jax.eval_shape(gather, vector)
