@@ -15,7 +15,7 @@ def _(found: Any) -> str:
     for row in ROWS:
         measured = found["examples"].get(row.name)
         options = "".join(f" `{' '.join(row.options)}`" if row.options else "")
-        link = f"[{row.name}.py](../examples/{row.name}.py){options}"
+        link = f"[examples/{row.name}.py](../examples/{row.name}.py){options}"
         time = f"{max(measured['processor_minutes'], 0.1):.1f}" if measured else "for a GPU"
         rows.append([row.trains, link, row.framework, row.data, time])
     return table(["what is trained", "example", "with", "data", "minutes"], rows)
