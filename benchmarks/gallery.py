@@ -47,14 +47,14 @@ ROWS = (
     Row("lora", "adapters of a frozen GPT: LoRA", "Flax linen", PYTHON, writes_results=True),
     Row("seq2seq", "an encoder and a decoder with attention", "Flax linen", "dates that it draws",
         writes_results=True),
-    Row("grpo", "a GPT by reinforcement learning: GRPO", "Flax linen", "sums that it draws"),
+    Row("grpo", "a GPT by reinforcement learning: GRPO", "plain JAX", "sums that it draws"),
     Row("actor_critic", "an actor and a critic", "Equinox", "a pole that it simulates",
         writes_results=True),
     Row("data_parallel", "on eight devices: data parallel, FSDP", "plain JAX", DIGITS,
         writes_results=True),
     Row("find_overflow", "attention until it overflows, and the cure", "Flax linen", DIGITS),
     Row("inspect_ranges", "one step: what underflows", "Flax linen", DIGITS),
-    Row("log_metrics", "a classifier with a log of its loss scale", "Flax linen", DIGITS),
+    Row("log_metrics", "a classifier with a log of its loss scale", "plain JAX", DIGITS),
     Row("memory", "nothing: counts the memory of a GPT", "Flax linen", "none"),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Adapts a language model in Flax linen: LoRA in float32 beside a frozen backbone in bfloat16.
 
-    python examples/lora.py    # about a minute on two CPU cores; --help lists options
+    python examples/lora.py    # a minute and a half on two CPU cores; --help lists options
 
 A small GPT learns Python code, the standard library, byte by byte. LoRA (Hu et al. 2021) adapts it
 to English prose, the help texts of `pydoc`: each layer gets the product of two thin matrices beside

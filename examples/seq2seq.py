@@ -135,7 +135,7 @@ def run(policy: str, arguments: Any, data: Any, held_out: Any) -> dict[str, Any]
 
 def main() -> None:
     arguments = parse_options(
-        __doc__, steps=400, batch_size=128, width=96, learning_rate=3e-3, precisions=PRECISIONS
+        __doc__, steps=250, batch_size=128, width=96, learning_rate=3e-3, precisions=PRECISIONS
     )
     console = begin(arguments)
     data, held_out = draw_dates(20_000, 0), draw_dates(1000, 1)

@@ -13,10 +13,10 @@ from benchmarks.pages.registry import figure, size
 def _(found: Any) -> str:
     rows = []
     for row in ROWS:
-        minutes = found["examples"][row.name]["processor_minutes"] if row.is_run else None
+        measured = found["examples"].get(row.name)
         options = "".join(f" `{' '.join(row.options)}`" if row.options else "")
-        link = f"[{row.name}.py](../examples/{row.name}.py){options}"
-        time = "for a GPU" if minutes is None else f"{max(minutes, 0.1):.1f}"
+        link = f"[examples/{row.name}.py](../examples/{row.name}.py){options}"
+        time = f"{max(measured['processor_minutes'], 0.1):.1f}" if measured else "for a GPU"
         rows.append([row.trains, link, row.framework, row.data, time])
     return table(["what is trained", "example", "with", "data", "minutes"], rows)
 

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 
+from benchmarks import gallery
 from benchmarks.figures import example
 from jmp import transforms
 from jmp.adapters import nnx as mixed
@@ -215,6 +216,15 @@ def test_eight_devices_have_the_losses_of_one(written, monkeypatch):
 def test_a_mistake_is_refused(name):
     option = "--updates" if name == "actor_critic" else "--batch-size"
     assert "expected a number above zero" in refusal(name, f"{option}=-1")
+
+
+def test_the_gallery_lists_every_example_and_how_long_it_takes():
+    examples = {path.stem for path in (ROOT / "examples").glob("[!_]*.py")}
+    assert {row.name for row in gallery.ROWS} == examples
+    measured = json.loads(gallery.FILE.read_text())["examples"]
+    assert set(measured) == {row.name for row in gallery.ROWS if row.is_run}
+    # So that a reader tries them.
+    assert all(measured[name]["processor_minutes"] < 3 for name in GALLERY)
 
 
 @pytest.mark.parametrize("name", GALLERY)
