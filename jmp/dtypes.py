@@ -34,7 +34,7 @@ dtype_to_names: dict[type, tuple[str, ...]] = {
     np.float64: ("f64", "float64"),
 }
 for _name in sorted(name for name in dir(jnp) if name.startswith("float8_")):
-    dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f", 1), _name)
+    dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f"), _name)
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
 _wide_names = [name for name in _name_to_dtype if not name.startswith(("f8_", "float8_"))]
 _KNOWN = f"one of {', '.join(_wide_names)}, or a float8 dtype such as float8_e4m3fn"
