@@ -91,7 +91,7 @@ def train(mesh: Any, is_sharded: bool, policy: str, data: Any, arguments: Any) -
         leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((params, opt_state))
     ]
 
-    before = jax.tree.map(np.asarray, params)
+    before = jax.tree.map(np.array, params)  # a copy: the step takes the buffers
     bad = images[rows].copy()
     bad[-1] = np.inf  # a row of the last device
     bad, labels = jax.device_put((bad, labels[rows]), place(P("data")))

@@ -75,7 +75,8 @@ def _(found: Any) -> str:
     for name, title in PRECISIONS.items():
         run = found["runs"][name]
         scales = (f"2^{np.log2(scale):.0f}" if scale > 1 else "none" for scale in run["scales"])
-        rows.append([title, f"{run['return']:.1f}", *(f"{x:.2g}" for x in run["norms"]), *scales])
+        final = f"{np.mean(run['final']):.1f} ({min(run['final']):.1f} to {max(run['final']):.1f})"
+        rows.append([title, final, *(f"{x:.2g}" for x in run["norms"]), *scales])
     headers = ["", "return", "norm of gradients: actor", "critic", "loss scale: actor", "critic"]
     return table(headers, rows)
 

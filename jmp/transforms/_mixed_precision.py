@@ -50,9 +50,9 @@ def mixed_precision(
     everything. Other ways to store half parameters, in less memory, are chosen by `masters`.
     Parameters narrower than float32 that are stored in none of them are refused, also those that
     were loaded after `init`: 1000 updates of 1e-4 leave a bfloat16 1.0 where it is, and losses fall
-    as far as the float32 parameters of the tree let them. If some leaves are frozen in half, give
-    it the tree of the others, or write `with_loss_scale(optax.partition(...), loss_scale)`, which
-    refuses no dtype.
+    as far as the float32 parameters of the tree let them. If leaves are frozen in half, give it the
+    tree of the others, or write `with_loss_scale(optax.partition(...), loss_scale)`, which refuses
+    no dtype.
 
     Args:
       inner: any optax transformation, or a `MultiSteps` object.
