@@ -95,7 +95,8 @@ def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
       act: "visible", "beside" or "value".
       *args: its arguments.
     """
-    return _compiled(type(storage), act)(*args)
+    kind: Any = type(storage)
+    return _compiled(kind, act)(*args)
 
 
 @functools.cache
