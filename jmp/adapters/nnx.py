@@ -345,8 +345,8 @@ def atomic_step(
     Args:
       model: the model that the optimizer trains.
       optimizer: as in `train_step`; without a loss scale only an error undoes the changes.
-      *others: modules whose statistics the step may change, such as the generator of a GAN in a
-        step of its discriminator.
+      *others: modules whose parameters or statistics the step may change, such as an average of
+        the parameters, or the generator of a GAN in a step of its discriminator.
 
     Raises: as `train_step`; ValueError if it ends without `optimizer.update`. After an error inside
       everything is as it was.
@@ -398,9 +398,9 @@ def _atomic(
         yield
         after, state_after = _moved_by_a_step(model, optimizer, others)
         kept, opt_state = keep_if_skipped(after, before, state_after, state_before)
-        variables, statistics, optimizer.step[...] = kept
+        variables, beside, optimizer.step[...] = kept
         nnx.update(model, variables)
-        nnx.update(others, statistics)
+        nnx.update(others, beside)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
@@ -409,8 +409,8 @@ def _moved_by_a_step(
 ) -> tuple[Any, Any]:
     """Returns the arrays that a step changes, and the optimizer's state, apart."""
     variables = nnx.state(model, nnx.filterlib.Any(optimizer.wrt, nnx.BatchStat))
-    statistics = nnx.state(others, nnx.BatchStat)
-    moved = (nnx.as_pure(variables), nnx.as_pure(statistics), optimizer.step[...])
+    beside = nnx.state(others, nnx.filterlib.Any(nnx.Param, nnx.BatchStat))
+    moved = (nnx.as_pure(variables), nnx.as_pure(beside), optimizer.step[...])
     return moved, nnx.as_pure(optimizer.opt_state)
 
 

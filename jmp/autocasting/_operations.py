@@ -185,10 +185,8 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
     """
     reasons: collections.Counter[str] = collections.Counter()
     is_surprise = False
-    # Parameters in the other half type, as of a checkpoint; a cast by hand is a wish.
-    given = {str(value.dtype) for value in plan.graph.inputs}
-    other_half = {"float16", "bfloat16"} - {str(plan.request.settings.compute_dtype)}
-    not_half = NOT_HALF | (other_half & given)
+    # The other half type is that of a checkpoint's parameters, or a model's own `dtype`.
+    not_half = NOT_HALF | {"float16", "bfloat16"} - {str(plan.request.settings.compute_dtype)}
     for operation in operations_of(steps_of(plan)):
         if is_product(operation.equation) and operation.dtypes_in:
             if not not_half.issuperset(operation.dtypes_in):

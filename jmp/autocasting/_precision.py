@@ -82,7 +82,7 @@ def why_not_lowered(node: Node, half: np.dtype) -> str:
     others = {"float16", "bfloat16"} & found - {str(half)}
     if others:
         (other,) = others
-        return f"the user chose {other}; cast to float32 what may be {half}"
+        return f"the user chose {other}; for {half} use dtype=None, or cast to float32"
     if not dtypes <= {FLOAT32, half} or not all(v.is_float32 for v in node.outputs):
         return "the user chose other dtypes"
     if FLOAT32 not in dtypes:

@@ -50,6 +50,17 @@ def delicate_in_half(rows: list[Row]) -> list[str]:
     return found
 
 
+def in_other_half(rows: list[Row], half: str) -> list[str]:
+    """Returns a sentence on products in the other half type, which the function casts to itself."""
+    products = [row for row in rows if row.kind == "product"]
+    found = [row for row in products if row.dtype_in in HALVES and row.dtype_in != half]
+    if not found:
+        return []
+    first, times = found[0], sum(row.times for row in found)
+    place = _and_others(f"{first.operation} at {place_name(first.source, first.module)}", times - 1)
+    return [f"{place} multiplies in {first.dtype_in}, not in {half}: {first.why}"]
+
+
 def dear_in_float32(rows: list[Row]) -> list[str]:
     """Returns a sentence on the products that autocast binds with the highest precision.
 

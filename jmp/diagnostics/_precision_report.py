@@ -40,6 +40,7 @@ from jmp.diagnostics._hazards import (
     dear_in_float32,
     delicate_in_half,
     float32_caches,
+    in_other_half,
     lost_digits,
     no_float8,
     odd_sizes,
@@ -237,6 +238,7 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
         hazards=[
             *delicate_in_half(merged),
             *lost_digits(rounded_arguments_of(steps), read_offsets_of(steps), half),
+            *in_other_half(rows, half),
             *dear_in_float32(rows),
             *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
             *float32_caches(plan),
@@ -283,13 +285,13 @@ def _summary(report: PrecisionReport) -> Iterable[str]:
     if report.half_flops_share is None:
         yield "products: none"
     else:
-        in_half = sum(row.times for row in products if row.dtype_in in HALVES)
+        in_half = sum(row.times for row in products if row.dtype_in == half)
         in_float8 = sum(row.times for row in products if row.dtype_in == FLOAT8)
         share = report.float8_flops_share
         also = f"; {in_float8} in float8, {share:.1%} of the operations" if in_float8 else ""
         yield (
             f"products: {in_half} of {sum(row.times for row in products)} in half, "
-            f"{report.half_flops_share - share:.1%} of the floating-point operations in {half}"
+            f"{_flops_share(report.rows, [half]):.1%} of the floating-point operations in {half}"
             f"{also}"
         )
     yield f"casts between float32 and {half}: {sum(report.casts.values())}"

@@ -733,3 +733,27 @@ def test_what_has_a_half_product_or_none_at_all_is_not_warned_of(how):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     adapter.train_step(loss, model, optimizer, BATCH)  # a warning is an error in tests
     assert int(optimizer.step[...]) == 1
+
+
+def test_a_skipped_step_moves_no_average_of_the_parameters():
+    model = adapter.autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    average = nnx.clone(model)
+    tx = transforms.mixed_precision(optax.sgd(0.5), "mixed_float16")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, average, optimizer, x):
+        with adapter.atomic_step(model, optimizer, average):
+            grad_fn = adapter.scaled_value_and_grad(
+                lambda model, x: (model(x) ** 2).mean(), adapter.loss_scale(optimizer)
+            )
+            optimizer.update(model, grad_fn(model, x)[1])
+            mean = jax.tree.map(lambda a, b: (a + b) / 2, nnx.state(average), nnx.state(model))
+            nnx.update(average, mean)
+
+    kernel = jnp.array(average.kernel[...])
+    step(model, average, optimizer, jnp.ones((4, 2)))
+    moved = jnp.array(average.kernel[...])
+    assert not jnp.array_equal(moved, kernel)
+    step(model, average, optimizer, jnp.full((4, 2), jnp.inf))
+    assert jnp.array_equal(average.kernel[...], moved) and int(optimizer.step[...]) == 1

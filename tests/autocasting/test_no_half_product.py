@@ -72,9 +72,13 @@ def said(function, *args, **options):
             lambda x: precise(jmp.full_precision(precise)(x)),
             "1 product: the user asked for float32 here; 1: the user asked for precision=HIGHEST. ",
         ),
+        (
+            lambda x: x.astype("bfloat16") @ x.astype("bfloat16"),  # as nn.Dense(dtype="bfloat16")
+            "1 product: the user chose bfloat16; for float16 use dtype=None, ",
+        ),
         (lambda x: jnp.exp(lax.dot(x, x, preferred_element_type=jnp.float64)), None),
     ],
-    ids=["alone", "in nests", "of two kinds", "beside a wish", "of other dtypes"],
+    ids=["alone", "in nests", "of two kinds", "beside a wish", "other half", "of other dtypes"],
 )
 def test_it_counts_the_reasons(function, words):
     with jax.enable_x64(words is None):
@@ -96,7 +100,7 @@ SILENT = {
     "another autocast": (jmp.autocast(lambda x: x @ x, "mixed_bfloat16"), {}),
     "half by hand": (lambda x: x.astype(jnp.float16) @ x.astype(jnp.float16), {}),
     "half operands": (
-        lambda x: jnp.matmul(*2 * [x.astype("bfloat16")], preferred_element_type="float32"), {}
+        lambda x: jnp.matmul(*2 * [x.astype("float16")], preferred_element_type="float32"), {}
     ),
     "one is lowered": (lambda x: precise(x @ x), {}),
     "a derivative of its own": (jax.nn.silu, {}),
@@ -137,7 +141,8 @@ def test_parameters_in_the_other_half_type_are_named(policy):
     half = policy.removeprefix("mixed_")
     other = {"float16": "bfloat16", "bfloat16": "float16"}[half]
     x = X.astype(other)
-    words = f"in {half}. 1 product: the user chose {other}; cast to float32 what may be {half}. "
+    words = f"in {half}. 1 product: the user chose {other}; for {half} use dtype=None, or cast to "
+    words += "float32. "
     with pytest.warns(jmp.NoHalfProductWarning, match=words):
         jax.eval_shape(jmp.autocast(lambda w, x: jnp.tanh(x @ w), policy), x, x)
     with warnings.catch_warnings():

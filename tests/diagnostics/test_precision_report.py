@@ -591,3 +591,11 @@ def test_a_report_of_a_step_says_what_devices_send_and_where_they_add_up(inside)
     why = "devices exchange their parts of a sum and add them up in float32"
     assert sent["all_to_all"] == ("float16", why)
     assert f"1 x {why}" in str(report)
+
+
+def test_products_in_the_other_half_type_are_no_half_products_and_a_hazard():
+    text = str(
+        report(lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16") @ w.astype("bfloat16"))
+    )
+    assert "products: 0 of 2 in half, 0.0% of the floating-point operations in float16" in text
+    assert "with 1 other place, multiplies in bfloat16, not in float16: the user chose" in text
