@@ -1,4 +1,4 @@
-"""Takes published models through autocast and the adapters, for `docs/public_models.md`.
+"""Takes published models through autocast and the adapters, for `docs/performance.md`.
 
     python -m benchmarks.public_models    # what has no result yet
     python -m benchmarks.public_models --list

@@ -5,12 +5,13 @@
     python -m benchmarks.run --suite wire    # what eight H200s send each other; needs no GPU
     python -m benchmarks.run --suite programs    # the other tables of pages, also of an H200
     python -m benchmarks.run --suite targets    # GPUs and TPUs; after `make targets`
-    python -m benchmarks.run --suite gpu --only gpt2    # paired times on this machine's GPU
+    python -m benchmarks.run --suite gpu --minutes 9 --resume    # paired times on a GPU
     python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
 
 A run with `--only`, `--recipes` or `--machines` replaces those results in the file and keeps the
-others, so that a long suite can be run in parts; results of another machine are not kept. `make
+others, so that a long suite can be run in parts; results of another machine are not kept. With
+`--minutes` a run begins no workload after so many, and `--resume` goes on where one ended. `make
 bench` installs what compiled, checks, wire, programs and cpu need, and the GPUs of targets. The
 suite gpu needs JAX for CUDA and, for its PyTorch rows, torch: `make benchmarks/peers/installed`,
 then `pip install -e '.[test,cuda13]' torch`.
@@ -20,10 +21,12 @@ import argparse
 import collections
 import contextlib
 import json
+import math
 import os
 import pathlib
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -60,6 +63,10 @@ def parse_arguments() -> argparse.Namespace:
     names = "of the suite targets"
     machines = targets.MACHINES
     parser.add_argument("--machines", nargs="+", choices=machines, default=machines, help=names)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin nothing after so many"
+    )
+    parser.add_argument("--resume", action="store_true", help="leave what the file has of --only")
     parser.add_argument("--rounds", type=int, default=12, help="at least 8")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on any machine")
     parser.add_argument("--output-dir", type=pathlib.Path, default=ROOT / "results" / "benchmarks")
@@ -303,11 +310,16 @@ def main() -> None:
     path = arguments.output_dir / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     results = begun(path, arguments, console)
+    end = time.monotonic() + 60 * arguments.minutes
+    done = set(results["workloads"]) if arguments.resume else set()
 
     with Progress(console=console) as progress:
         for workload in rows_of(arguments.suite):
-            if workload.name not in arguments.only:
+            if workload.name not in arguments.only or workload.name in done:
                 continue
+            if time.monotonic() > end:
+                console.print(f"Not begun: {workload.name} and later ones; --resume goes on.")
+                break
             task = progress.add_task(workload.name, total=None)
             measured = suite(workload, arguments, lambda task=task: progress.advance(task))
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})

@@ -1,10 +1,13 @@
-"""Writes `op_table.md` from the registry: `python docs/op_table.py`, after a rule has changed."""
+"""Writes the op table of `reference/autocast.md` from the registry.
+
+Run `python docs/op_table.py` after a rule has changed.
+"""
 
 import pathlib
 
 from jmp.autocasting import Category, all_rules
 
-PAGE = pathlib.Path(__file__).with_suffix(".md")
+PAGE = pathlib.Path(__file__).parent / "reference" / "autocast.md"
 
 CATEGORIES = {
     Category.LOW: "Low: operands and result in the compute dtype",
@@ -16,11 +19,11 @@ CATEGORIES = {
 
 
 def page():
-    """Returns the page's text: what stands before its first table, and the tables."""
-    introduction, _, _ = PAGE.read_text().partition("\n## ")
+    """Returns the page's text: all that stands before the first table, and the tables."""
+    introduction, _, _ = PAGE.read_text().partition("\n### Low: ")
     parts = [introduction]
     for category, title in CATEGORIES.items():
-        parts.append(f"## {title}\n")
+        parts.append(f"### {title}\n")
         parts.append("| primitives | why | traits |\n|---|---|---|")
         rows = {}
         for name, rule in all_rules().items():

@@ -3,7 +3,7 @@
 The site holds docs/ alone. A link to a program or a folder of the repository, which GitHub follows,
 becomes its text with the path beside it. A picture must be in docs/.
 
-A link whose text is the file's name, such as [ranges.md](ranges.md), shows the page's title. Wide
+A link whose text is the file's name, such as [checks.md](checks.md), shows the page's title. Wide
 tables are marked for docs/stylesheets/, which lays them out for a phone. The index of the search
 gets the parts of names and the words of `extra.search_words`, and the search also works where the
 site is opened from a disk.
@@ -90,6 +90,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     )
     html = OBJECT_NAME.sub(lambda it: it[1] + it[2].replace(".", ".<wbr>"), html)
     return TABLE.sub(lambda table: for_a_phone(table[0]), html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Says in words what the theme's picture is."""
+    return output.replace('alt="logo"', 'alt="The logo of jmp"')
 
 
 def printed(block: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 GitHub shows Markdown without extensions. So pages have plain headings. Here each heading of level
 three below `<!-- tabs -->` becomes a tab with the same anchor, up to the next heading of level two.
+Each section of level two below `<!-- folded -->` is folded: its heading opens it.
 """
 
 import json
@@ -14,6 +15,10 @@ from mkdocs.structure.pages import Page
 
 NOTEBOOK = pathlib.Path(__file__).parent.parent / "examples" / "tour.ipynb"
 TABS = re.compile(r"^<!-- tabs -->\n(.*?)(?=^## |\Z)", re.M | re.S)
+# An element of HTML around Markdown, which GitHub reads as it stands.
+ELEMENT = re.compile(r'^<((?:details|div)(?: class="\w+")?)>$', re.M)
+FOLDED = "<!-- folded -->\n"
+SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.M | re.S)
 TAB = re.compile(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", re.M | re.S)
 
 
@@ -32,7 +37,10 @@ def on_page_markdown(
     ):  # it repeats what other pages explain: they come first
         page.meta["search"] = {"boost": 0.5}
     markdown = markdown.replace("(../examples/tour.ipynb)", "(tour.md)")
-    return TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
+    markdown = TABS.sub(lambda section: TAB.sub(as_tab, section[1]), markdown)
+    before, folded, below = markdown.partition(FOLDED)
+    markdown = before + (SECTION.sub(as_folded, below) if folded else "")
+    return ELEMENT.sub(r'<\1 markdown="1">', markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -48,6 +56,12 @@ def as_tab(section: re.Match[str]) -> str:
     """Returns a section as a tab of pymdownx.tabbed."""
     body = re.sub(r"^(?=.)", "    ", section[2], flags=re.M)
     return f'=== "{section[1]}"\n{body}'
+
+
+def as_folded(section: re.Match[str]) -> str:
+    """Returns a section that shows its heading, and the rest when it is opened."""
+    summary = f'<summary markdown="block">\n\n## {section[1]}\n\n</summary>'
+    return f'<details class="folded" markdown="1">\n{summary}\n\n{section[2]}\n</details>\n\n'
 
 
 def markdown_of(notebook: pathlib.Path) -> str:

@@ -14,6 +14,7 @@ Writes `char_lm.json` and `char_lm.svg` into the output folder.
 """
 
 import argparse
+import functools
 import pathlib
 import sysconfig
 import time
@@ -26,6 +27,7 @@ import matplotlib
 import numpy as np
 import optax
 from _common import (
+    ALL_ROUNDINGS,
     COLORS,
     OUTPUT,
     OptionsHelp,
@@ -122,13 +124,13 @@ def train(policy: str, setup: Any, tick: Any) -> dict[str, Any]:
     # A dynamic loss scale for float16, none for the others.
     tx = transforms.mixed_precision(optax.adam(arguments.learning_rate), policy)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     def train_step(state: linen.TrainState, batch: jax.Array) -> tuple[linen.TrainState, jax.Array]:
         grad_fn = jmp.scaled_value_and_grad(loss_fn, state.loss_scale)
         loss, grads = grad_fn(state.params, state.apply_fn, batch)
         return state.apply_gradients(grads=grads), loss
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     def evaluate(params: Any) -> jax.Array:
         return jax.lax.map(lambda batch: loss_fn(params, apply_fn, batch), held_out).mean()
 

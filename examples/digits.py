@@ -31,6 +31,7 @@ import matplotlib
 import numpy as np
 import optax
 from _common import (
+    ALL_ROUNDINGS,
     COLORS,
     OUTPUT,
     OptionsHelp,
@@ -200,9 +201,10 @@ def run(
     steps = min(len(train_images) for train_images, *_ in parts) // arguments.batch_size
     schedule = optax.cosine_decay_schedule(arguments.learning_rate, steps * arguments.epochs)
     model, optimizer = ResNet(arguments.width), optax.adam(schedule)
-    create = jax.jit(functools.partial(create_state, precision, model, optimizer))
-    step = jax.jit(train_step, donate_argnums=0)
-    evaluate = jax.jit(accuracy)
+    jit = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
+    create = jit(functools.partial(create_state, precision, model, optimizer))
+    step = jit(train_step, donate_argnums=0)
+    evaluate = jit(accuracy)
 
     accuracies, histories, seconds = [], [], []
     for seed, (train_images, test_images, train_labels, test_labels) in enumerate(parts):

@@ -33,6 +33,11 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
+def platform_of(mesh: Any) -> str | None:
+    """Returns the platform of the devices of an abstract mesh, such as "tpu", if that is known."""
+    return getattr(getattr(mesh, "abstract_device", None), "platform", None)
+
+
 def is_divided(value: Any) -> bool:
     """Returns whether XLA itself divides a value among devices, as far as the type says."""
     mesh = value.aval.sharding.mesh

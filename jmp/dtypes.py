@@ -34,8 +34,10 @@ dtype_to_names: dict[type, tuple[str, ...]] = {
     np.float64: ("f64", "float64"),
 }
 for _name in sorted(name for name in dir(jnp) if name.startswith("float8_")):
-    dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f", 1), _name)
+    dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f"), _name)
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
+_wide_names = [name for name in _name_to_dtype if not name.startswith(("f8_", "float8_"))]
+_KNOWN = f"one of {', '.join(_wide_names)}, or a float8 dtype such as float8_e4m3fn"
 
 
 class ScalarType(Protocol):
@@ -93,10 +95,20 @@ def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     if name not in _name_to_dtype:
         raise ValueError(
             f"Unknown dtype {described(name)}.{did_you_mean(name, [*others, *_name_to_dtype])} "
-            "Expected 'half' (the platform's half precision) or one of "
-            f"{', '.join(_name_to_dtype)}."
+            f"Expected 'half' (the platform's half precision) or {_KNOWN}."
         )
     return _name_to_dtype[name]
+
+
+def can_hold(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Returns whether each number of the dtype `narrow` is one of `wide`.
+
+    >>> float16, bfloat16 = HALF_DTYPES
+    >>> can_hold(FLOAT32, bfloat16), can_hold(float16, FLOAT32), can_hold(bfloat16, float16)
+    (True, False, False)
+    """
+    first, second = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(first.nmant >= second.nmant and first.maxexp >= second.maxexp)
 
 
 def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
@@ -115,7 +127,7 @@ def floating_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     """
     if isinstance(dtype, str):
         return parse_dtype(dtype)
-    expected = f"a real floating dtype or its name, one of {', '.join(_name_to_dtype)}"
+    expected = f"a real floating dtype or its name, {_KNOWN}"
     # np.dtype(None) would be float64, and np.dtype(array) the dtype of the array.
     if dtype is None or isinstance(dtype, (jax.Array, np.ndarray, np.generic)):
         raise wrong(TypeError, role, dtype, expected)

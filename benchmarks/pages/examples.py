@@ -117,6 +117,16 @@ for _half in ("float16", "bfloat16"):
     figure(f"digits/{_half}")(functools.partial(_digits_interval, half=_half))
 
 
+def _digits_above(found: Any, precision: str) -> str:
+    """Returns how far a training loss is above float32's in the worst tenth of the steps."""
+    curves = (found["precisions"][name]["loss_curve"] for name in (precision, "float32"))
+    own, float32 = (np.reshape(curve, (10, -1)).mean(1) for curve in curves)
+    return percent(max(own / float32) - 1, 1)
+
+
+for _name in ("mixed float16", "static float16"):
+    figure(f"digits/above-{_name.split()[0]}")(functools.partial(_digits_above, precision=_name))
+
 numbers({"digits/seeds": "{[options][seeds]}"})
 
 

@@ -1,4 +1,4 @@
-"""What `docs/public_models.md` says: a table for each source, and what is not half."""
+"""What `docs/performance.md` says: a table for each source, and what is not half."""
 
 import collections
 from typing import Any
@@ -21,6 +21,21 @@ def _(results: list[dict[str, Any]]) -> str:
     return text + " and " * bool(broken(results)) + ", ".join(broken(results))
 
 
+@figure("published/not-whole")
+def _(results: list[dict[str, Any]]) -> str:
+    """The models with a product that is not half, and how many of theirs are."""
+    ran = [r["title"] for r in results if "recipes" in r and "error" not in r["recipes"][FLOAT16]]
+    counted = {r["title"]: r["recipes"][FLOAT16] for r in results if r["title"] in ran}
+    rest = sorted(
+        (counts["half"] / max(counts["products"], 1), title)
+        for title, counts in counted.items()
+        if not all_half(counts)
+    )
+    return "; ".join(
+        f"{title} ({counted[title]['half']} of {counted[title]['products']})" for _, title in rest
+    )
+
+
 @figure("published/tables")
 def _(results: list[dict[str, Any]]) -> str:
     text = ""
@@ -29,7 +44,7 @@ def _(results: list[dict[str, Any]]) -> str:
         if found:
             versions = next((r["versions"] for r in found if "versions" in r), {})
             named = ", ".join(f"{package} {version}" for package, version in versions.items())
-            text += f"\n## {title}\n\n" + f"{named}.\n\n" * bool(named)
+            text += f"\n### {title}\n\n" + f"{named}.\n\n" * bool(named)
             generate = any(is_generation(result) for result in found)
             text += (table_of_generation if generate else table_of)(found) + notes(found)
     return text

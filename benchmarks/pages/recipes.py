@@ -147,9 +147,7 @@ def plot(key: str, results: dict[str, Any]) -> Any:
             if key in recipes.get(name, {}):
                 labels.append(TITLES[name])
                 rows.append(recipes[name][key] / recipes[BASELINE][key])
-    what = (
-        f"{DRAWN[key]}, over those of the step by hand:\ncounted in programs compiled for an H200"
-    )
+    what = f"{DRAWN[key]}, over the step by hand:\ncounted in programs compiled for an H200"
     figure, axes = narrow(0.15 * len(rows) + 0.7, what)
     for place, (label, over) in enumerate(zip(labels, rows, strict=True)):
         if over is not None:

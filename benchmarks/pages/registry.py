@@ -59,6 +59,7 @@ SOURCES = {
     "cpu": Source("results/benchmarks/cpu.json", "python -m benchmarks.run --suite cpu"),
     "gpu": Source("results/benchmarks/gpu.json", "python -m benchmarks.run --suite gpu"),
     "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
+    "device_sums": Source("results/device_sums.json", "python -m benchmarks.device_sums"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
     "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),
     "soak": Source("results/soak.json", "make soak"),

@@ -26,7 +26,7 @@ WAYS = {
         "stochastic,\nfloat8 state",
     ),
     "none": ('`masters="none"`', "none"),
-    "optax": ("optax alone, parameters and state in bfloat16", "optax alone"),
+    "optax": ("plain optax, parameters and state in bfloat16", "plain optax"),
 }
 FLOAT16 = {f"{way}, float16": f"{way}, float16" for way in ("full", "kahan", "stochastic")}
 SHORT = {way: way.replace(", ", "-").removesuffix(" state").replace("_", "-") for way in WAYS}
@@ -168,6 +168,6 @@ def plot(found: Any) -> Any:
         axes.set_yticks(places, labels, fontsize=13)
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.3)
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.25, 1), "ncols": 3}
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.25, 1), "ncols": 2}
     top.legend(**place, frameon=False, fontsize=12, columnspacing=1)
     return figure

@@ -1,4 +1,4 @@
-"""The figures of programs for several GPUs and TPUs, and the drawing of `docs/targets.md`."""
+"""The figures of programs for several GPUs and TPUs, and the drawing of `docs/performance.md`."""
 
 import itertools
 import math
@@ -19,6 +19,7 @@ TPU_HALF = "bfloat16"
 OF_GPU = ("bytes_moved", "temp_bytes", "kernels")
 OF_TPU = ("bytes_moved", "cycles", "temp_bytes")
 SUMS = ("in all", "over by hand", "cycles over by hand")
+NAMES = {"bytes_moved": "bytes", "temp_bytes": "temp", "kernels": "kernels", "cycles": "cycles"}
 NOTHING = "–"  # not counted, or the compiler refused it
 
 
@@ -209,11 +210,51 @@ def _range(kinds: Any, key: str, way: str = "autocast", over: str = BASE) -> Cal
     return make
 
 
+def _factor(kinds: Any, digits: int, way: str, over: str) -> Callable[[Any], str]:
+    """Returns what writes the least and the most ratio of the bytes, in few digits."""
+
+    def make(found: Any) -> str:
+        ratios = [
+            ratio
+            for machine, _, ratios in _ranges(found, "bytes_moved", way, over)
+            if machine in kinds
+            for ratio in ratios.values()
+        ]
+        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+
+    return make
+
+
+@figure("targets/models")
+def _(found: Any) -> str:
+    """How many models were counted on GPUs."""
+    return str(len({title for _, _, ratios in _ranges(found, "bytes_moved") for title in ratios}))
+
+
 for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles")):
     figure(f"targets/{_name}-bytes")(_range(_kinds, "bytes_moved"))
     figure(f"targets/{_name}-{_other}")(_range(_kinds, _other))
     figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
+    figure(f"targets/{_name}-factor")(_factor(_kinds, 1, "float32", "autocast"))
+    figure(f"targets/{_name}-share")(_factor(_kinds, 2, "autocast", BASE))
     figure(f"targets/{_name}-gain")(_range(_kinds, "bytes_moved", "float32", "autocast"))
+
+
+@figure("targets/worst")
+def _(found: Any) -> str:
+    """The three worst ratios over the step by hand of each count, and the best."""
+    rows = []
+    for kinds, name, keys in ((GPUS, "GPUs", OF_GPU), (TPUS, "TPUs", OF_TPU)):
+        for key in keys:
+            numbers = sorted(
+                (ratio, f"{title}, {_title(machine)}, {half}")
+                for machine, half, ratios in _ranges(found, key)
+                if machine in kinds
+                for title, ratio in ratios.items()
+            )
+            ends = [*reversed(numbers[-3:]), numbers[0]]
+            rows.append([f"{name}: {NAMES[key]}", *(f"{r:.2f} ({where})" for r, where in ends)])
+    return table(["counted", "worst", "second", "third", "best"], rows)
 
 
 COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's
@@ -222,7 +263,9 @@ COLOURS = {"float16": "#0072B2", "bfloat16": "#D55E00"}  # Okabe and Ito's
 def plot(found: Any) -> Any:
     """Draws for every machine the models' bytes over by hand; least and most are named."""
     ranges = list(_ranges(found, "bytes_moved"))
-    what = "bytes moved under autocast, over those by hand:\ncounted in programs, a point a model"
+    what = (
+        "bytes moved under autocast, over the step by hand:\ncounted in programs, a point a model"
+    )
     drawing, axes = narrow(0.36 * len(ranges) + 0.7, what)
     for place, (_, half, ratios) in enumerate(ranges):
         least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)

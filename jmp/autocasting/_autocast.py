@@ -126,7 +126,7 @@ def autocast(
       platform: what the program will run on, "gpu", "tpu" or "cpu". It decides what is kept for the
         backward pass, and how losses and attention are written, not the dtypes of products, sums
         and results do not. None is "tpu" if that is JAX's default backend when a call is first
-        traced, otherwise "gpu". "cpu" is planned as "gpu". See docs/tpu.md.
+        traced, otherwise "gpu". "cpu" is planned as "gpu". See docs/devices.md.
 
     Returns: a function with `fun`'s signature, usable under every JAX transformation.
 

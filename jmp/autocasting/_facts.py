@@ -55,7 +55,7 @@ class Destination(NamedTuple):
     feeds: bool
     carried: bool
     rounded: bool = False  # whatever it is: only products read it, or a half carry holds it
-    exposed: bool = False  # more than half products read it; asked only of nodes that hold loops
+    exposed: bool = False  # more than half products read it; asked only by loops
 
 
 class Facts(NamedTuple):

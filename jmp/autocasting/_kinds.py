@@ -27,14 +27,12 @@ from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, Value, value_of
 from jmp.autocasting._magnitudes import hull
 from jmp.autocasting._patterns import Softmax, softmaxes_of
-from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Unplanned
 from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
-LOOPS = ("scan", "while")
 
 
 class Level(abc.ABC):
@@ -98,12 +96,10 @@ class Level(abc.ABC):
 
     def destinations(self, node: Node) -> list[Destination]:
         """Returns where the results of a node that is planned inside go."""
-        found = list(map(self.storage.destination, node.outputs))
-        holds_loops = any(inner.primitive.name in LOOPS for inner in inner_equations(node.equation))
-        if not holds_loops:
-            return found
-        pairs = zip(found, node.outputs, strict=True)
-        return [where._replace(exposed=value in self.exposed) for where, value in pairs]
+        return [
+            self.storage.destination(value)._replace(exposed=value in self.exposed)
+            for value in node.outputs
+        ]
 
     def common_stores(self, node: Node, plans: Sequence[Plan]) -> Dtypes:
         """Returns the dtypes of a node's results: half of what every function leaves in half."""

@@ -77,11 +77,8 @@ def _scaling_behind(product: Node, outputs: Sequence[Value]) -> Node | None:
 def _place_of_factor(scaling: Node) -> int | None:
     """Returns which operand is a number of the program; of a division the second one may be."""
     places = (1,) if scaling.name == "div" else (0, 1)
-    return next((i for i in places if _is_plain_number(scaling.inputs[i])), None)
-
-
-def _is_plain_number(value: Value) -> bool:
-    return value.constant is not None and value.literal is not None and np.ndim(value.literal) == 0
+    literals = [(i, scaling.inputs[i].literal) for i in places]
+    return next((i for i, x in literals if x is not None and np.ndim(x) == 0), None)
 
 
 def _powers_of_two(scaling: Node) -> int:

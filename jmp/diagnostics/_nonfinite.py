@@ -36,7 +36,7 @@ def find_nonfinite(
 
     Each operation runs alone, so each result is rounded to its dtype. XLA may fuse several and keep
     more digits and range between them, so that in rare cases an operation overflows only here. See
-    docs/nonfinite.md.
+    docs/checks.md.
 
     An infinity may also vanish on the way: a number over infinity is zero, and so may be every
     gradient behind it. If results are wrong and finite, ask with `vanished=True`.

@@ -107,7 +107,8 @@ class PrecisionReport(Report):
 
     Attributes:
       compute_dtype: the half type.
-      rows: products, reductions and exponentials, in the order of the program.
+      rows: products, reductions, exponentials and what devices send each other, in the order of
+        the program.
       casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
         source) -> number`. XLA merges casts of one value.
       half_flops_share: share of half and float8 products in the floating-point operations of all

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._graph import Node
+from jmp.autocasting._graph import Node, downstream
 from jmp.autocasting._numbers import Shape, length_of, size_of
 from jmp.autocasting._operations import Operation, is_product
 from jmp.autocasting._precision import precision_of
@@ -31,8 +31,8 @@ class Row:
     """One operation of a precision report, or several that agree in everything but their number.
 
     Attributes:
-      kind: "product", "reduction", or "exponential" (exp, log, powers, roots: expensive, in
-        float32).
+      kind: "product", "reduction", "exponential" (exp, log, powers, roots: expensive, in float32)
+        or "transfer" (devices send each other an array).
       operation: the primitive.
       module: path of modules or name scopes, "" at the top.
       source: "file:line" of the user's code, or of a library's if no frame is the user's.
@@ -66,11 +66,14 @@ class Row:
 
 
 def rows_of(operations: Iterable[Operation]) -> list[Row]:
-    """Returns the products, reductions and exponentials among the operations of a plan."""
+    """Returns the products, reductions, exponentials and transfers among a plan's operations."""
     rows = []
     for operation in operations:
         equation, around = operation.equation, operation.around
+        rule = rule_for(equation.primitive.name)
         kind = kind_of_row(equation)
+        if rule.sends and not rule.fusible:  # a constraint on the sharding may move nothing
+            kind = "transfer"
         if kind is None or not operation.dtypes_out:
             continue
         flops = product_of(equation).flops if kind == "product" else 0
@@ -82,13 +85,24 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
             source=source_line(equation, around),
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
-            why=operation.why,
+            why=_added_where_sent(operation) or operation.why,
             times=operation.times,
             flops=operation.times * flops,
             precision=precision_of(equation, operation.params) if has_precision else "",
         )
         rows.append(row)
     return added_up(rows)
+
+
+def _added_where_sent(operation: Operation) -> str:
+    """Says in which dtype devices add up what they exchange, if an operation begins that."""
+    node = operation.node
+    if node.name != "all_to_all":
+        return ""
+    handed_on = downstream(node.outputs[0], lambda node: node.rule.casts or node.rule.moves)
+    sums = (user for value in handed_on for user in value.users if user.name == "reduce_sum")
+    added = next((user.outputs[0].dtype for user in sums), None)
+    return f"devices exchange their parts of a sum and add them up in {added}" if added else ""
 
 
 def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:

@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
-from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable, is_half
+from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable, is_half
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
+from jmp.sharding._sums import add_up_all
 from jmp.trees import (
     PyTree,
     all_finite,
@@ -49,6 +50,7 @@ def accumulated_value_and_grad(
     skip: Skip = "window",
     accumulate_dtype: DTypeLike = jnp.float32,
     reduce_axes: str | Sequence[str] = (),
+    send_dtype: DTypeLike = jnp.float32,
 ) -> Callable[P, tuple[Any, Any]]:
     """Like `scaled_value_and_grad`, with a batch cut into `steps` micro-batches, one after another.
 
@@ -87,6 +89,9 @@ def accumulated_value_and_grad(
         (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
         device is one micro-batch. Without `reduce_axes` shard_map adds gradients up in each turn,
         as a sum and not a mean, or with `check_vma=False` not at all.
+      send_dtype: the dtype in which devices send each other float32 sums over `reduce_axes`:
+        float32 or half. Half rounds each device's sums once a window, in the range of a
+        micro-batch's gradients; devices add up in float32.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or `((value,
       aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
@@ -97,9 +102,9 @@ def accumulated_value_and_grad(
       gradients too.
 
     Raises:
-      TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or `reduce_axes`
-        is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf of the batch is no
-        array.
+      TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype`, `reduce_axes`
+        or `send_dtype` is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf of
+        the batch is no array.
       ValueError: a wrong value of one of these; when called, before anything runs, if
         `batch_argnums` names no argument or one of `argnums`, if `steps` does not divide a leaf of
         the batch, if nothing maps over `reduce_axes`, or if a parameter differs along them (which
@@ -117,8 +122,9 @@ def accumulated_value_and_grad(
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
     _check_skip(skip)
     steps = _number_of_steps(steps)
-    dtype_of = functools.partial(_dtype_of_sum, _accumulator_dtype(accumulate_dtype))
+    dtype_of = functools.partial(_dtype_of_sum, _float_dtype(accumulate_dtype, "accumulate_dtype"))
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
+    sent = _sent_dtype(send_dtype)
     trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
 
@@ -180,8 +186,7 @@ def accumulated_value_and_grad(
             values, counts, aux = terms
             # The count is added up over the axes too, so that it is of all devices.
             count = jnp.float32(steps) if counts is None else counts.sum()
-            totals = (sums, values.sum(), count)
-            sums, value, count = jax.lax.psum(totals, axes) if axes else totals
+            sums, value, count = _over_devices(sums, values.sum(), count, axes, sent)
             value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
         if isinstance(argnums, int):
             (gradients,) = gradients
@@ -227,6 +232,26 @@ def _varying_along(axes: Sequence[str], tree: PyTree) -> PyTree:
         return made_varying(leaf, tuple(sorted(missing)))
 
     return jax.tree.map(cast, tree)
+
+
+def _over_devices(
+    sums: PyTree, value: jax.Array, count: jax.Array, axes: tuple[str, ...], sent: np.dtype
+) -> tuple[PyTree, jax.Array, jax.Array]:
+    """Adds up over devices what each of them has; float32 gradients are sent in `sent`."""
+    if not axes:
+        return sums, value, count
+    if sent == FLOAT32:
+        everywhere: tuple[PyTree, jax.Array, jax.Array] = jax.lax.psum((sums, value, count), axes)
+        return everywhere
+    # Sent in the range of a micro-batch's gradients, for which the loss scale was found.
+    largest = jax.lax.pmax(_varying_along(axes, count), axes)
+    power = _power_of_two_up_to(largest)
+    power = jnp.where(power < largest, 2 * power, power)
+    leaves, structure = jax.tree.flatten(sums)
+    means = [leaf / power if leaf.dtype == FLOAT32 else leaf for leaf in leaves]
+    totals = add_up_all(means, axes, sent)
+    restored = [total * power if total.dtype == FLOAT32 else total for total in totals]
+    return jax.tree.unflatten(structure, restored), *jax.lax.psum((value, count), axes)
 
 
 def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -300,15 +325,22 @@ def _check_skip(skip: object) -> None:
         raise wrong(ValueError, CALLER, skip, known, name="skip", more=near)
 
 
-def _accumulator_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype in which gradients add up: any real float of at least 16 bits."""
-    wanted = floating_dtype(dtype, "accumulate_dtype")
+def _float_dtype(dtype: DTypeLike, name: str) -> np.dtype:
+    """Returns a dtype in which gradients add up or are sent: any real float of at least 16 bits."""
+    wanted = floating_dtype(dtype, name)
     if not is_castable(wanted) or jax.dtypes.canonicalize_dtype(wanted) != wanted:
         raise ValueError(
-            f"{CALLER} got accumulate_dtype={wanted}; expected float32 or another real floating "
+            f"{CALLER} got {name}={wanted}; expected float32 or another real floating "
             "dtype of at least 16 bits (float64 needs jax_enable_x64)."
         )
     return wanted
+
+
+def _sent_dtype(dtype: DTypeLike) -> np.dtype:
+    sent = _float_dtype(dtype, "send_dtype")
+    if not can_hold(FLOAT32, sent):
+        raise wrong(ValueError, CALLER, str(sent), "float32 or half", name="send_dtype")
+    return sent
 
 
 def _check_mapped(axes: Sequence[str]) -> None:

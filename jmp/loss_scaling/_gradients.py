@@ -5,6 +5,7 @@ mistakes.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
@@ -149,6 +150,14 @@ def _checked_loss(loss: object) -> jax.Array:
         raise TypeError(
             f"The function returned a loss of {got}; expected a real floating scalar, such as a "
             f"mean over the batch.{hint * isinstance(loss, tuple)}"
+        )
+    if array.dtype == jnp.float16:
+        warnings.warn(
+            "The function returned a float16 loss; expected float32: it has three digits, and "
+            "gradients are infinite with a loss scale of 65536 or more. Cast what the loss is "
+            "computed from, such as logits.astype(jnp.float32).",
+            PrecisionWarning,
+            stacklevel=2,
         )
     return array.astype(at_least_float32(array.dtype))
 

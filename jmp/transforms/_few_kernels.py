@@ -20,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
-from jmp.dtypes import is_half
 from jmp.transforms._placement import is_on_mesh, parameter_path
+from jmp.transforms._rounding import needs_master
 from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
 
 T = TypeVar("T")
@@ -266,8 +266,7 @@ def in_order_of_axes(gradients: PyTree) -> PyTree:
 
 
 def _leaf_in_order_of_axes(gradient: Any) -> Any:
-    is_of_convolution = is_floating(gradient) and gradient.ndim > 2
-    if not is_of_convolution or not is_half(gradient.dtype) or may_be_sharded(gradient):
+    if not needs_master(gradient) or gradient.ndim < 3 or may_be_sharded(gradient):
         return gradient
     # A reshape to one axis needs the order of the axes; behind the barrier XLA cannot undo it.
     return lax.optimization_barrier(jnp.ravel(gradient)).reshape(gradient.shape)

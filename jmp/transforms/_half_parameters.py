@@ -352,7 +352,7 @@ def with_stochastic_rounding(
     et al. 2015, section 3), so that updates far below the spacing of a parameter act on average. A
     value that the dtype holds is never moved. It takes no memory beside the parameters: with Adam's
     moments 10 bytes a parameter instead of 14. The parameters carry noise of up to a spacing, which
-    float32 masters do not; see docs/optimizer_memory.md for what that costs.
+    float32 masters do not; see docs/memory.md for what that costs.
 
     Random bits follow from the seed, the step, the path of the parameter and the index of the
     element in the whole array: equal on any number of devices and after a restore. A step that loss

@@ -363,8 +363,7 @@ def _kind(dtype: Any) -> str:
 
     Raises: TypeError for what is no dtype; ValueError for one that is none of these.
     """
-    is_int8 = dtype == "int8" or dtype is jnp.int8 or dtype == np.dtype(np.int8)
-    kind = "int8" if is_int8 else str(floating_dtype(dtype, "stored"))
+    kind = "int8" if np.dtype(np.int8) == dtype else str(floating_dtype(dtype, "stored"))
     if kind not in (*KINDS, "float32"):
         raise ValueError(
             f"{CALLER} got stored={kind}; expected one of {listed([*KINDS, 'float32'])}."

@@ -86,7 +86,7 @@ class ParameterStorage:
 
 
 def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
-    """Calls a function of a storage; outside of a trace compiled, not operation by operation.
+    """Calls a function of a storage, compiled: not operation by operation.
 
     `init` and `masters` are usually called outside of jit. There JAX would compile each operation
     for each shape.
@@ -96,8 +96,7 @@ def in_one_program(storage: ParameterStorage, act: str, *args: Any) -> Any:
       *args: its arguments.
     """
     kind: Any = type(storage)
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
-    return getattr(storage, act)(*args) if is_traced else _compiled(kind, act)(*args)
+    return _compiled(kind, act)(*args)
 
 
 @functools.cache

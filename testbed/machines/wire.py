@@ -81,8 +81,8 @@ class Sent:
 
 
 def h200s(axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
-    """Returns a mesh of eight H200s, such as of the axes `{"data": 8}`."""
-    return _mesh(_devices(), axes, axis_type)
+    """Returns a mesh of H200s, such as of the axes `{"data": 8}`; eight to a machine."""
+    return _mesh(_devices(math.prod(axes.values())), axes, axis_type)
 
 
 def v5es(axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -96,9 +96,10 @@ def _mesh(devices: tuple[Any, ...], axes: Mapping[str, int], axis_type: AxisType
 
 
 @functools.cache
-def _devices() -> tuple[Any, ...]:
+def _devices(number: int) -> tuple[Any, ...]:
+    machines, each = (number // DEVICES, DEVICES) if number > DEVICES else (1, number)
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=facts_of_gpu("h200"), topology=f"1x1x{DEVICES}"
+        platform="cuda", target_config=facts_of_gpu("h200"), topology=f"1x{machines}x{each}"
     )
     return tuple(topology.devices)
 

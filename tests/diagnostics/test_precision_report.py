@@ -565,3 +565,29 @@ def test_a_float32_cache_that_comes_in_and_goes_out_is_a_hazard():
     assert not any(
         "cache" in h for h in diagnostics.precision_report(sgd, "mixed_bfloat16")(large, x).hazards
     )
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_report_of_a_step_says_what_devices_send_and_where_they_add_up(inside):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    shards = jax.P("data")
+
+    def loss(w, x):
+        return jnp.mean((x @ jmp.gather_params(w, "data", "float16", "float32")) ** 2)
+
+    def mean_gradient(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return jax.lax.pmean(value, "data"), gradient
+
+    if inside:  # of a function that runs as a whole
+        mean_gradient = jmp.autocast(mean_gradient, "mixed_float16")
+    places = {"in_specs": (shards, shards), "out_specs": (jax.P(), shards)}
+    step = jax.shard_map(mean_gradient, mesh=mesh, **places)
+    arrays = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    report = diagnostics.precision_report(step, "mixed_float16")(*arrays)
+    sent = {row.operation: (row.dtype_in, row.why) for row in report.rows if row.kind == "transfer"}
+    assert sent.keys() == {"all_gather", "all_to_all"}
+    assert sent["all_gather"][0] == "float16"
+    why = "devices exchange their parts of a sum and add them up in float32"
+    assert sent["all_to_all"] == ("float16", why)
+    assert f"1 x {why}" in str(report)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, h200s, wire
+from tests.sharding import gpt
 
 SHAPES = [(256, 512), (512, 256)]  # 1 MiB in float32
 pytestmark = pytest.mark.usefixtures("h200")  # skips without a compiler
@@ -61,10 +62,10 @@ def received_by_kind(program):
     return dict(found)
 
 
-def gradients_in(dtype, reduce_dtype, gathered_by):
+def gradients_in(dtype, reduce_dtype, gathered_by, **dtypes):
     def gradients(params, x):
         def loss(params):
-            gathered = jmp.gather_params(params, gathered_by, dtype, reduce_dtype)
+            gathered = jmp.gather_params(params, gathered_by, dtype, reduce_dtype, **dtypes)
             return loss_of(gathered, x, gathered[0].dtype)
 
         return jax.grad(loss)(params)
@@ -72,33 +73,57 @@ def gradients_in(dtype, reduce_dtype, gathered_by):
     return gradients
 
 
-@pytest.mark.parametrize(
-    ("way", "dtype", "reduce_dtype", "sums", "reduced"),
-    [
-        ("tracked", "f16", "f32", "f32", FULL),
-        ("tracked", "f16", None, "f16", HALF),
-        ("tracked", "bf16", None, "bf16", HALF),
-        ("untracked", "f16", "f32", "f32", FULL),
-        ("explicit", "f16", "f32", "f32", FULL),
-        ("explicit", "bf16", None, "bf16", HALF),
-    ],
-)
-def test_fsdp_sends_what_the_same_program_by_hand_does(way, dtype, reduce_dtype, sums, reduced):
-    gradients = gradients_in(dtype, reduce_dtype, P() if way == "explicit" else "data")
+@pytest.mark.parametrize("way", ["tracked", "untracked", "explicit"])
+def test_a_float32_sum_of_half_gradients_takes_the_bytes_of_a_half_sum(way):
+    by = P() if way == "explicit" else "data"
+    form = lambda *sums: compiled(
+        way, {"data": 8}, gradients_in("f16", *sums, by), [P("data")] * 2, P("data")
+    )
+    half, exchanged = form(None), form("f32")
+    assert received_by_kind(half) == {
+        ("all-gather", "f16"): HALF,
+        ("reduce-scatter", "f16"): HALF,
+    }
+    assert received_by_kind(exchanged) == {("all-gather", "f16"): HALF, ("all-to-all", "f16"): HALF}
+    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
+    assert exchanged.kernels <= 1.3 * half.kernels
+
+
+@pytest.mark.parametrize("way", ["tracked", "explicit"])
+def test_float32_is_sent_if_asked(way):
+    gradients = gradients_in(
+        "bf16", "f32", P() if way == "explicit" else "data", send_dtype="float32"
+    )
     program = compiled(way, {"data": 8}, gradients, [P("data")] * 2, P("data"))
-    expected = {("all-gather", dtype): HALF, ("reduce-scatter", sums): reduced}
-    assert received_by_kind(program) == pytest.approx(expected)
+    expected = {("all-gather", "bf16"): HALF, ("reduce-scatter", "f32"): FULL}
+    assert received_by_kind(program) == expected
+
+
+@pytest.mark.parametrize(("returned", "received"), [(None, 3 * HALF), ("f16", 2 * HALF)])
+def test_data_parallel_sums_go_back_in_the_dtype_asked(returned, received):
+    form = lambda reduced, **dtypes: compiled(
+        "tracked",
+        {"data": 8},
+        gradients_in("f16", reduced, "data", **dtypes),
+        [P()] * 2,
+        P("data"),
+    )
+    half, exchanged = form(None), form("f32", return_dtype=returned)
+    assert received_by_kind(half) == {("all-reduce", "f16"): 2 * HALF}
+    assert sum(received_by_kind(exchanged).values()) == received
+    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
+    assert exchanged.kernels <= 1.3 * half.kernels
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["tracked", "explicit"])
-def test_replicas_add_up_what_is_left_after_the_scatter(way):
+def test_replicas_of_shards_get_what_is_added_up_once_over_all(way):
     axes = ("replica", "data")
     gradients = gradients_in("f16", "f32", P() if way == "explicit" else axes)
     program = compiled(way, {"replica": 2, "data": 4}, gradients, [P("data")] * 2, P(axes))
     found = received_by_kind(program)
-    assert found["reduce-scatter", "f32"] == pytest.approx(3 / 4)
-    assert found["all-reduce", "f32"] == pytest.approx(1 / 4)
+    assert found["all-to-all", "f16"] == HALF
+    assert found["all-gather", "f32"] == 1 / 8  # the half of a quarter
     assert found["all-gather", "f16"] <= HALF and len(found) == 3
 
 
@@ -122,5 +147,50 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
     program = compiled(way, axes, jax.grad(loss), specs, P("data"))
     sent = [(s.kind, s.dtype, s.elements) for s in wire(program.text) if s.elements > 128 * 256]
     shard = 256 * 512 // 2
-    half, full = ("all-gather", "f16", shard), ("reduce-scatter", "f32", shard)
-    assert sorted(sent) == [half, half, full, full]
+    assert sorted(sent) == [("all-gather", "f16", shard)] * 2 + [("all-to-all", "f16", shard)] * 2
+
+
+def gpt_step(mesh, gathered):
+    shapes = gpt.shapes(layers=4, width=256, words=2048)
+    is_shape = lambda node: isinstance(node, tuple)
+    params = jax.tree.map(
+        lambda shape, spec: at(mesh, shape, spec), shapes, gpt.SPECS, is_leaf=is_shape
+    )
+    tokens = at(mesh, (64, 257), P("data"), jnp.int32)
+    loss = lambda params, tokens: gpt.loss_of(params, tokens, lambda w: gathered(w, "data"))
+    return loss, (params, tokens), gpt.SPECS
+
+
+def convolutions(mesh, gathered):
+    spec = P(None, None, None, "data")
+
+    def loss(kernels, x):
+        for kernel in gathered(kernels, spec):
+            layout = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), **layout))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    kernels = [at(mesh, (3, 3, 480, 480), spec)] * 4
+    return loss, (kernels, at(mesh, (256, 16, 16, 480), P("data"), jnp.float16)), [spec] * 4
+
+
+def at(mesh, shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [gpt_step, convolutions])
+def test_models_send_and_hold_no_more_than_with_half_sums(make):
+    mesh = h200s({"data": 8})
+
+    def program(reduce_dtype):
+        gathered = lambda w, by: jmp.gather_params(w, by, "float16", reduce_dtype)
+        loss, arguments, specs = make(mesh, gathered)
+        places = {"in_specs": (specs, P("data")), "out_specs": specs}
+        return compile_for_placed(jax.shard_map(jax.grad(loss), mesh=mesh, **places), *arguments)
+
+    half, exchanged = program(None), program("float32")
+    received = lambda program: sum(sent.bytes for sent in wire(program.text))
+    assert received(exchanged) <= 1.02 * received(half)
+    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
+    assert exchanged.kernels <= 1.3 * half.kernels

@@ -199,6 +199,7 @@ def test_complex_parameters_accumulate_in_their_own_dtype():
         np.testing.assert_allclose(gradient / SCALE, truth, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 def test_nothing_is_promoted_implicitly_and_the_scale_is_not_a_constant(strict_promotion):
     grad_fn = lambda w, x, scale: jmp.accumulated_value_and_grad(
         lambda w, x: jnp.sum(w * x), scale, 2, weight=lambda x: x.size, skip="micro_batch"
@@ -248,6 +249,7 @@ def on_devices(mesh, check_vma, grad_fn):
     return jax.shard_map(grad_fn, mesh=mesh, check_vma=check_vma, **specs)
 
 
+@pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])

@@ -39,6 +39,7 @@ def test_in_float64_it_is_value_and_grad_times_the_scale_exactly(case, x64):
         np.testing.assert_array_equal(unscaled, truth)
 
 
+@pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_in_each_dtype_it_is_near_the_float64_oracle(dtype):
     with jax.enable_x64(True):
@@ -64,6 +65,7 @@ def test_gradients_that_underflow_in_float16_survive():
     np.testing.assert_allclose(scale.unscale(gradient), np.full(3, 1e-8), rtol=2.0**-10)
 
 
+@pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 def test_the_loss_comes_unscaled_in_float32_whatever_the_gradient_becomes():
     three = lambda w: (w * 3).astype(jnp.float16)
     scale = jmp.StaticLossScale(2.0**16)
@@ -127,6 +129,7 @@ def test_the_scale_may_be_traced():
     assert step._cache_size() == 1
 
 
+@pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 def test_a_constant_loss_has_zero_gradients():
     for constant in (3.0, np.float32(3), np.float16(3), jnp.float16(3)):
         value, gradient = jmp.scaled_value_and_grad(
@@ -194,3 +197,17 @@ def test_integers_may_stand_among_what_is_differentiated():
     value, grads = jmp.scaled_value_and_grad(loss, scale, allow_int=True)(params)
     assert (value, grads["w"]) == (9, 48) and grads["step"].dtype == jax.dtypes.float0
     assert scale.unscale(grads)["w"] == 6
+
+
+def test_a_loss_of_gathered_half_weights_and_of_integers_is_float16_and_a_warning_says_so():
+    """Autocast keeps the dtype of results; with a scale of 65536 each step would be skipped."""
+
+    def loss(params, tokens):
+        half = jmp.cast_floating(params, "float16")  # as `jmp.gather_params` does
+        return jnp.mean((half["table"][tokens] @ half["head"]) ** 2)
+
+    params = {"table": jnp.ones((8, 8)) / 9, "head": jnp.ones((8, 4)) / 7}
+    grad_fn = jmp.scaled_value_and_grad(jmp.autocast(loss, "mixed_float16"), jmp.torch_loss_scale())
+    with pytest.warns(jmp.PrecisionWarning, match="float16 loss; expected float32"):
+        _, gradients = jax.jit(grad_fn)(params, jnp.arange(8))
+    assert not jnp.isfinite(gradients["head"]).any()

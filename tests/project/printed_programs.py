@@ -17,8 +17,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_OURS = {
     "adapters_haiku": "attr-defined",  # Haiku's init returns a type that mypy finds nowhere
     "cheat_sheet_haiku": "attr-defined",  # likewise
-    "ranges_an_nnx_model": "misc",  # nnx.split returns a tuple whose length mypy does not know
-    "generation_flax_nnx": "misc",  # likewise
+    # nnx.split returns a tuple whose length mypy does not know
+    "checks_the_ranges_of_an_nnx_model": "misc",
+    "generation_flax_nnx": "misc",
 }
 
 

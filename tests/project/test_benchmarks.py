@@ -320,6 +320,9 @@ def test_programs_of_pages_are_counted_row_by_row(results_of, monkeypatch):
     del rows["two"]
     found = results_of("programs", "float8")["workloads"]
     assert found == {"float8": {"title": "A table", "recipes": {"one": {"kernels": 3}}}}
+    rows["one"] = None  # is not run again
+    assert results_of("programs", "float8", "--resume")["workloads"] == found
+    assert results_of("programs", "float8", "--minutes=-1")["workloads"] == found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pages on coming from other libraries: their sources, and the numbers of their loss scales.
+"""The page on coming from other libraries: its sources, and the numbers of their loss scales.
 
 The rules of the other libraries are written out in Python, as their sources have them; only Flax
 is run.
@@ -20,28 +20,27 @@ from jmp.adapters import linen
 from testbed import ROOT
 from tests.loss_scaling.definitions import counting, megatron
 
-TORCH, JAX = ((ROOT / "docs" / f"coming_from_{name}.md").read_text() for name in ("torch", "jax"))
-PAGES = {"torch": TORCH, "jax": JAX}
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
+# Its sections on PyTorch and its libraries, and those on JAX's libraries and Keras.
+TORCH, _, JAX = PAGE.partition("\n## Flax")
 SECTIONS = [
-    pytest.param(page, section, id=section.splitlines()[0])
-    for page in PAGES.values()
-    for section in re.split(r"^## ", page, flags=re.M)[1:]
+    pytest.param(section, id=section.splitlines()[0])
+    for section in re.split(r"^## ", PAGE, flags=re.M)[1:]
 ]
 
 
-@pytest.mark.parametrize(("page", "section"), SECTIONS)
-def test_a_section_names_what_was_read_for_it_at_a_fixed_state(page, section):
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_names_what_was_read_for_it_at_a_fixed_state(section):
     text = section.partition("\nRead: ")[2]
     names = re.findall(r"\]\[([\w-]+)\]", text)
     assert names
     for name in names:
-        assert re.search(rf"^\[{name}\]: https://\S+/blob/[0-9a-f]{{40}}/\S+$", page, re.M), name
+        assert re.search(rf"^\[{name}\]: https://\S+/blob/[0-9a-f]{{40}}/\S+$", PAGE, re.M), name
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_source_at_the_foot_of_a_page_is_linked_to(name):
-    for source in re.findall(r"^\[([\w-]+)\]: ", PAGES[name], re.M):
-        assert f"][{source}]" in PAGES[name], source
+def test_a_source_at_the_foot_of_the_page_is_linked_to():
+    for source in re.findall(r"^\[([\w-]+)\]: ", PAGE, re.M):
+        assert f"][{source}]" in PAGE, source
 
 
 # Overflows at the start, single and in pairs, and after the scale has grown twice.

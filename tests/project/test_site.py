@@ -101,8 +101,8 @@ def test_a_docstring_is_shown_as_it_is_read_in_a_terminal():
     except ImportError:
         skip("griffe is not installed: pip install -e '.[docs]'")
     assert for_the_site(DOCSTRING, {"Policy": "jmp.Policy"}) == ON_THE_SITE
-    seen = "See [`Policy`][jmp.Policy] and [Find what underflows](../ranges.md)."
-    assert for_the_site("See `Policy` and docs/ranges.md.", {"Policy": "jmp.Policy"}) == seen
+    seen = "See [`Policy`][jmp.Policy] and [Check a run, and find what is wrong](../checks.md)."
+    assert for_the_site("See `Policy` and docs/checks.md.", {"Policy": "jmp.Policy"}) == seen
 
 
 def skip(reason):
@@ -178,44 +178,44 @@ def site_pages():
 # What people type, in lower case, and the page or the section that must come first.
 FOUND = {
     # PyTorch, and libraries over it
-    "pytorch": "coming_from_torch",
-    "torch.amp": "coming_from_torch",
-    "torch.autocast": "coming_from_torch",
-    "amp": "coming_from_torch#torchamp",
-    "gradscaler": "coming_from_torch#torchamp",
-    "GradScaler": "coming_from_torch#torchamp",
-    "unscale_": "coming_from_torch#torchamp",
-    "custom_fwd": "coming_from_torch#torchamp",
+    "pytorch": "coming_from",
+    "torch.amp": "coming_from",
+    "torch.autocast": "coming_from",
+    "amp": "coming_from#torchamp",
+    "gradscaler": "coming_from#torchamp",
+    "GradScaler": "coming_from#torchamp",
+    "unscale_": "coming_from#torchamp",
+    "custom_fwd": "coming_from#torchamp",
     "clip_grad_norm_": "recipes#clipping",
-    "apex": "coming_from_torch#apex",
-    "o1": "coming_from_torch#apex",
-    "o2": "coming_from_torch#apex",
-    "opt level": "coming_from_torch#apex",
-    "fp16_optimizer": "coming_from_torch#apex",
-    "deepspeed": "coming_from_torch#deepspeed",
-    "megatron": "coming_from_torch#megatron-lm",
-    "fastai": "coming_from_torch#fastai",
-    "mmcv": "coming_from_torch#mmcv-and-mmengine",
+    "apex": "coming_from#apex",
+    "o1": "coming_from#apex",
+    "o2": "coming_from#apex",
+    "opt level": "coming_from#apex",
+    "fp16_optimizer": "coming_from#apex",
+    "deepspeed": "coming_from#deepspeed",
+    "megatron": "coming_from#megatron-lm",
+    "fastai": "coming_from#fastai",
+    "mmcv": "coming_from#mmcv-and-mmengine",
     # Keras, Flax, Optax, Equinox, Haiku
-    "keras": "coming_from_jax",
-    "lossscaleoptimizer": "coming_from_jax#keras",
-    "maxtext": "coming_from_jax#dtype-flags-as-in-maxtext",
-    "dynamicscale": "coming_from_jax#flax-dynamicscale-and-dtype",
-    "flax dynamicscale": "coming_from_jax#flax-dynamicscale-and-dtype",
+    "keras": "coming_from",
+    "lossscaleoptimizer": "coming_from#keras",
+    "maxtext": "coming_from#dtype-flags-as-in-maxtext",
+    "dynamicscale": "coming_from#flax-dynamicscale-and-dtype",
+    "flax dynamicscale": "coming_from#flax-dynamicscale-and-dtype",
     "trainstate": "reference/adapters#jmp.adapters.linen.TrainState",
     "linen": "adapters#flax-linen",
     "nnx": "adapters#flax-nnx",
     "nnx.optimizer": "adapters#flax-nnx",
-    "batchnorm": "howto_models",
-    "batch norm": "howto_models",
+    "batchnorm": "howto#batchnorm-and-dropout-in-flax-linen",
+    "batch norm": "howto#batchnorm-and-dropout-in-flax-linen",
     "layernorm": "autocast#what-is-half-what-is-float32",
-    "dropout": "howto_models",
+    "dropout": "howto#batchnorm-and-dropout-in-flax-linen",
     "equinox": "adapters",
     "eqx.filter_grad": "adapters#equinox",
-    "filter_value_and_grad": "coming_from_jax#mpx",
+    "filter_value_and_grad": "coming_from#mpx",
     "haiku": "adapters",
-    "hk.mixed_precision": "coming_from_jax#deepminds-jmp-and-haiku",
-    "mpx": "coming_from_jax#mpx",
+    "hk.mixed_precision": "coming_from#deepminds-jmp-and-haiku",
+    "mpx": "coming_from#mpx",
     "qwix": "float8#other-libraries",
     "transformer engine": "float8#other-libraries",
     "multisteps": "recipes#accumulation",
@@ -223,11 +223,11 @@ FOUND = {
     "optax.masked": "recipes#parameter-groups",
     "multi_transform": "recipes#parameter-groups",
     # what goes wrong
-    "nan": "nonfinite",
-    "inf": "nonfinite",
-    "overflow": "ranges",
-    "underflow": "ranges",
-    "subnormal": "ranges",
+    "nan": "checks#find-what-made-a-nan",
+    "inf": "checks#find-what-made-a-nan",
+    "overflow": "checks#find-what-underflows",
+    "underflow": "checks#find-what-underflows",
+    "subnormal": "checks#find-what-underflows",
     "out of memory": "troubleshooting#out-of-memory-oom-or-no-memory-is-saved",
     "oom": "troubleshooting#out-of-memory-oom-or-no-memory-is-saved",
     "faq": "troubleshooting",
@@ -247,33 +247,33 @@ FOUND = {
     "seq2seq": "examples",
     "actor critic": "examples",
     "tutorial": "tutorial",
-    "loss scale": "reference/loss_scaling",
-    "dynamic scale": "reference/loss_scaling#jmp.DynamicLossScale",
+    "loss scale": "reference/transforms",
+    "dynamic scale": "reference/transforms#jmp.DynamicLossScale",
     "gradient clipping": "recipes#clipping",
     "gradient accumulation": "recipes#accumulation",
     "gradient checkpointing": "memory#jaxcheckpoint",
     "remat": "memory#jaxcheckpoint",
     "two losses": "recipes#several-losses-a-scale-each",
-    "gan": "howto_models#a-step-of-your-own-in-nnx",
+    "gan": "howto#a-step-of-your-own-in-nnx",
     "ema": "recipes#an-average-of-the-parameters",
     "freeze": "recipes#parameter-groups",
     "weight decay": "recipes#parameter-groups",
     "learning rate": "recipes#parameter-groups",
     "lora": "recipes#a-half-backbone-with-float32-parameters-beside-it",
     "master weights": "reference/transforms#jmp.transforms.with_master_params",
-    "stochastic rounding": "optimizer_memory#stochastic-rounding-what-it-costs",
+    "stochastic rounding": "memory#stochastic-rounding-what-it-costs",
     "kahan": "reference/transforms#jmp.transforms.with_kahan_summation",
-    "8-bit adam": "optimizer_memory#moments-in-one-or-two-bytes",
+    "8-bit adam": "memory#moments-in-one-or-two-bytes",
     "checkpoint": "checkpoints",
     "orbax": "checkpoints",
     "pickle": "checkpoints",
-    "resume": "howto_running",
-    "finetune": "howto_running#fine-tune-a-checkpoint-that-was-saved-in-half",
-    "evaluation": "howto_models#evaluation",
-    "inference": "howto_models#evaluation",
-    "logits": "howto_models#logits-in-float32-by-rules",
+    "resume": "howto#a-float32-run-resumed-in-half",
+    "finetune": "howto#fine-tune-a-checkpoint-that-was-saved-in-half",
+    "evaluation": "howto#evaluation",
+    "inference": "howto#evaluation",
+    "logits": "howto#logits-in-float32-by-rules",
     "kv cache": "generation",
-    "grpo": "reinforcement_learning",
+    "grpo": "generation#train-by-reinforcement-learning",
     "tensorboard": "checks#the-run-metrics-and-check_skips",
     "fsdp": "devices#data-parallel-and-fsdp",
     "ddp": "devices#data-parallel-and-fsdp",
@@ -285,26 +285,26 @@ FOUND = {
     "multi host": "devices#several-processes",
     "custom op": "reference/autocast#jmp.autocasting.register_rule",
     "custom_vjp": "autocast#what-stays-as-written",
-    "value_and_grad": "reference/loss_scaling#jmp.scaled_value_and_grad",
+    "value_and_grad": "reference/transforms#jmp.scaled_value_and_grad",
     "precision report": "reference/diagnostics#jmp.diagnostics.precision_report",
     # number types and devices
     "bf16": "start#which-half-type",
-    "fp16": "coming_from_torch#apex",
+    "fp16": "coming_from#apex",
     "bfloat16": "start#which-half-type",
     "float16": "start#which-half-type",
     "fp8": "float8",
     "float8": "float8",
     "tf32": "autocast#float32-products",
-    "half": "reference/policies#jmp.half_dtype",
+    "half": "reference/index#jmp.half_dtype",
     "tensor cores": "explanation",
     "flash attention": "autocast#fused-attention",
     "cudnn": "autocast#fused-attention",
-    "tpu": "tpu",
+    "tpu": "devices#train-on-a-tpu",
     "v100": "start#which-half-type",
     "t4": "start#which-half-type",
     "a100": "start#which-half-type",
     "benchmark": "performance",
-    "glossary": "glossary",
+    "glossary": "explanation#glossary",
     "changelog": "changelog",
     "cheat sheet": "cheat_sheet",
     "release": "releases",
@@ -315,7 +315,7 @@ EXPLAINED = {
     "comparison": "comparison",
     "find_float32": "checks#the-exceptions-find_float32",
     "metrics": "checks#the-run-metrics-and-check_skips",
-    "range": "ranges",
+    "range": "checks#find-what-underflows",
 }
 ASK = """query => {
     document.querySelector(".md-search-result__list").innerHTML = ""
@@ -381,7 +381,7 @@ def test_the_search_works_from_a_disk(browser, site):
     root = f"{SITE.as_uri()}/"
     page.goto(f"{root}reference/index.html")
     assert first_hits(page, root, ["gradscaler"]) == {
-        "gradscaler": ["coming_from_torch", "coming_from_torch#torchamp"]
+        "gradscaler": ["coming_from", "coming_from#torchamp"]
     }
     assert errors == []
     page.close()
@@ -460,6 +460,7 @@ def test_every_page_has_its_pictures_links_and_buttons_and_fits_a_phone(opened, 
     page.route("**/search_index.json", lambda route: route.fulfill(body=NO_INDEX))
     for path in site_pages():
         page.goto(site + path)
+        page.eval_on_selector_all("details", "all => all.forEach(it => (it.open = true))")
         page.eval_on_selector_all(
             "img[loading=lazy]", "all => Promise.all(all.map(image => image.decode()))"
         )
@@ -506,7 +507,7 @@ def test_every_page_has_its_pictures_links_and_buttons_and_fits_a_phone(opened, 
 
 @pytest.mark.full
 def test_the_copy_button_copies_what_is_typed_and_no_prompt(opened):
-    page = opened("reference/policies.html")
+    page = opened("reference/index.html")
     example = page.locator(".highlight", has_text="str(policy)").first
     example.hover()
     example.locator("button").first.click()

@@ -110,7 +110,7 @@ def test_spoilt_steps_are_those_of_numpy_bit_by_bit(scale, storage):
 def test_the_examination_counts_what_the_tests_have():
     """Its other figures are marked and come from files."""
     orders = [*BEFORE, *INSIDE, *MASKED, *AFTER_MASTERS, *AROUND_MASTERS, *MOVING_TAIL]
-    page = " ".join((ROOT / "docs" / "examination.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "claims.md").read_text().split())
     for sentence in (
         f"{len(TRANSFORMATIONS)} optimizers and transformations of optax",
         f"{len(MISTAKES)} mistakes of users",
