@@ -42,9 +42,9 @@ def _(found: Any) -> str:
     rows = []
     for name, loss in found["losses"].items():
         parts = found["memory"][name]
-        shown = ("frozen parameters", "parameters", "gradients", "optimizer", "activations")
+        shown = ("frozen parameters", "gradients", "optimizer", "activations")
         rows.append([name, f"{loss:.4f}", *(size(parts[part]) for part in shown)])
-    headers = ["what is trained", "held-out loss", "frozen", "trained", "gradients"]
+    headers = ["what is trained", "held-out loss", "frozen", "gradients"]
     return table([*headers, "optimizer", "activations"], rows)
 
 
