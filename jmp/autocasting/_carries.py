@@ -67,14 +67,12 @@ def carried_in_half(
         for carry in carries
         if carry.before.is_float32 and carry.after not in level.facts.carried
     ]
-    buffers: list[_Carry] = []
-    if found:
-        multiplied = _multiplied(graph, carries)
-        asked = _asked(condition, values, level.half)
-        found = [carry for carry in found if carry.before in multiplied - asked]
-        buffers = _buffers(carries)
-        # A state is computed anew; whatever reads it after the loop, it was half before.
-        found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
+    multiplied = _multiplied(graph, carries)
+    asked = _asked(condition, values, level.half)
+    found = [carry for carry in found if carry.before in multiplied - asked]
+    buffers = _buffers(carries)
+    # A state is computed anew; whatever reads it after the loop, it was half before.
+    found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
     while found:
         wide = [carry.result for carry in carries if carry not in found]
         read = exposed_values(graph, wide, level.half)
@@ -126,8 +124,6 @@ def find_weights(
             may and not any(user.rule.masks for user in value.users)
             for may, value in zip(may_be, values, strict=True)
         ]
-    if not any(may_be):
-        return may_be
     lookups = {
         step.node
         for step in plan.steps

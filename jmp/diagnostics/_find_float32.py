@@ -41,7 +41,6 @@ from jmp.diagnostics._comparison import (
 )
 from jmp.diagnostics._float32_scopes import Errors, Float32Scopes, ScopeAlone, errors_of
 from jmp.diagnostics._walk import path_in_rules, scopes_path
-from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
@@ -347,7 +346,7 @@ def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
         dtype = get_policy(policy).compute_dtype
         if get_policy(policy).product_dtype is not None:
             return float(jnp.finfo(OPERANDS).eps)
-        return 8 * float(jnp.finfo(dtype).eps) if is_half(dtype) else math.inf
+        return 8 * float(jnp.finfo(dtype).eps)
     expected = "a relative error, above zero, such as 0.01"
     if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
         raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")

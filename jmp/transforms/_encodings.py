@@ -29,8 +29,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp.sharding._axes import names_by_dimension
 from jmp.transforms._few_kernels import may_be_sharded, reshard_where_types_say
+from jmp.transforms._placement import spec_of_blocks
 from jmp.transforms._rounding import HALFWAY, code_of, rounded_by
 from jmp.trees import register_for_export
 
@@ -274,10 +274,7 @@ def _of_each(of_blocks: jax.Array, like: jax.Array) -> jax.Array:
 def _of_whole_rows(x: jax.Array, count: int) -> Any:
     """Returns the sharding of an array; its last axis is whole if the sharding divides blocks."""
     sharding = jax.typeof(x).sharding
-    spec = [*sharding.spec, *[None] * x.ndim][: x.ndim]
-    names = names_by_dimension(sharding.spec, x.ndim)[-1]
-    parts = math.prod(sharding.mesh.shape[name] for name in names)
-    return sharding.update(spec=PartitionSpec(*spec[:-1], spec[-1] if count % parts == 0 else None))
+    return sharding.update(spec=PartitionSpec(*spec_of_blocks(sharding, x.ndim, count)))
 
 
 def _block_sizes(length: int) -> tuple[int, int]:

@@ -240,14 +240,18 @@ def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     """
     if not isinstance(sharding, NamedSharding):
         return None
-    entries = [*sharding.spec, *[None] * len(shape)][: len(shape)]
-    names = names_by_dimension(sharding.spec, len(shape))[-1]
-    parts = math.prod(sharding.mesh.shape[name] for name in names)
-    if shape[-1] % parts:
-        entries[-1] = None
+    entries = spec_of_blocks(sharding, len(shape), shape[-1])
     while _is_auto(sharding.mesh) and entries and entries[-1] is None:
         entries.pop()  # as jit writes the sharding of a result; types write each None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def spec_of_blocks(sharding: Any, rank: int, count: int) -> list[Any]:
+    """Returns along what the axes of rows lie, the last one whole if its blocks were divided."""
+    *entries, last = [*sharding.spec, *[None] * rank][:rank]
+    names = names_by_dimension(sharding.spec, rank)[-1]
+    parts = math.prod(sharding.mesh.shape[name] for name in names)
+    return [*entries, None if count % parts else last]
 
 
 def _is_field(path: tuple[Any, ...], name: str) -> bool:

@@ -87,6 +87,30 @@ def test_so_are_those_whose_gradients_need_a_sharding():
         assert (on_tpu == on_gpu) is is_same
 
 
+@pytest.mark.parametrize("argnums", [(0,), (1,), (0, 1)])
+def test_derivatives_of_integers_are_exact_alone_and_mapped(argnums):
+    plain = lambda w, x: lax.conv_transpose(x, w, (2,), "SAME")
+    rng = np.random.default_rng(0)
+    shapes = (3, 3, 2, 4), (3, 1, 5, 2)
+    arguments = [jnp.asarray(rng.integers(-3, 4, size=size), jnp.float32) for size in shapes]
+    tangents = [jnp.asarray(rng.integers(-3, 4, size=size), jnp.float32) for size in shapes]
+
+    def derivatives(function):
+        def of_one(arguments, tangents):
+            given = lambda *some: function(
+                *(some[argnums.index(i)] if i in argnums else arguments[i] for i in (0, 1))
+            )
+            primals, changes = ([x[i] for i in argnums] for x in (arguments, tangents))
+            result, change = jax.jvp(given, primals, changes)
+            return result, change, jax.vjp(given, *primals)[1](jnp.cos(result).round())
+
+        alone = of_one(*jax.tree.map(lambda x: x[1], (arguments, tangents)))
+        return alone, jax.jit(jax.vmap(of_one))(arguments, tangents)
+
+    found = derivatives(jmp.autocast(plain, "mixed_bfloat16", platform="tpu"))
+    jax.tree.map(np.testing.assert_array_equal, found, derivatives(plain))
+
+
 @pytest.mark.full
 def test_it_has_all_derivatives():
     def loss(w, x):

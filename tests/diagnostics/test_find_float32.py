@@ -502,3 +502,10 @@ def test_a_rule_that_matches_nothing_is_told_once():
         rules = [("haed", "float32")]
         diagnostics.find_float32(loss, F16, rules=rules)(jnp.ones((8, 8)), jnp.ones((4, 8)))
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(F16, 2**-7), (BF16, 2**-4), (F8, 2**-3)])
+def test_the_tolerance_is_eight_times_the_spacing_of_half_or_that_of_float8(policy, expected):
+    loss = jax.named_scope("layer")(lambda w, x: jnp.mean(x @ w))
+    found = diagnostics.find_float32(loss, policy)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    assert found.tolerance == expected

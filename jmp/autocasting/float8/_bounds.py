@@ -42,8 +42,6 @@ STEEPEST = 8.0
 def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, its float8 products with the bounds that are known of them."""
     lowerings = products_in_float8(steps)
-    if not lowerings:
-        return list(steps)
     products = set(lowerings)
     bounded = bounded_values(functions_of_values(products, level), products, level.graph)
 
