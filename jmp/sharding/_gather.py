@@ -21,11 +21,10 @@ from jmp._jax_compat import platform_of, varying_axes
 from jmp._messages import PrecisionWarning, described, listed, shape_text, wrong
 from jmp.dtypes import can_hold, floating_dtype, is_castable
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
-from jmp.sharding._sums import Route, Wire, add_up, in_groups
+from jmp.sharding._sums import Names, Route, Wire, add_up, in_groups
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
-Names = tuple[str, ...]
 
 CALLER = "jmp.gather_params"
 _FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
@@ -141,7 +140,7 @@ def gather_params(
     of_arrays = (jax.typeof(parameter.array).sharding.mesh for parameter in parameters)
     meshes = () if mapped_axes() else (mesh for mesh in of_arrays if not mesh.empty)
     mesh = next(iter(meshes), jax.sharding.get_abstract_mesh())
-    cast_to, wire = _dtypes(dtype, reduce_dtype, send_dtype, return_dtype, mesh)
+    cast_to, wire = _dtypes_of_sums(dtype, reduce_dtype, send_dtype, return_dtype, mesh)
     gather_all = _gathered_over_mapped_axes if mapped_axes() else _gathered_by_type
     results = iter(gather_all(parameters, cast_to, wire, mesh))
     leaves = [next(results) if is_floating(leaf) else leaf for _, leaf in paths_and_leaves]
@@ -159,7 +158,7 @@ def _castable(dtype: DTypeLike, role: str) -> np.dtype:
     return normalised
 
 
-def _dtypes(
+def _dtypes_of_sums(
     dtype: DTypeLike,
     reduce_dtype: DTypeLike | None,
     send_dtype: DTypeLike | None,

@@ -108,7 +108,7 @@ def add_up(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.
     # Over an axis of vmap nothing is sent.
     is_sent = {*names} <= {*mapped_axes()} and _size(names) > 1
     if wire.exchanges and is_sent and parts[0].size:
-        return _exchanged(parts, routes)
+        return _exchange_parts(parts, routes)
     return [_reduced(part, route) for part, route in zip(parts, routes, strict=True)]
 
 
@@ -133,16 +133,16 @@ def _reduced(part: jax.Array, route: Route) -> jax.Array:
     return everywhere.astype(route.wire.returned)
 
 
-def _exchanged(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.Array]:
+def _exchange_parts(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.Array]:
     names, replicas, wire = routes[0].names, routes[0].replicas, routes[0].wire
     copies = _size(replicas)
-    shards = [_cut(part, route.shards) for part, route in zip(parts, routes, strict=True)]
+    shards = [_cut_by_device(part, route.shards) for part, route in zip(parts, routes, strict=True)]
     shapes = [shard.shape[1:] for shard in shards]
     # Of each shard a piece for each replica. One array keeps its dimensions, if the replicas divide
     # one of them: flat, it would be laid out anew on a TPU.
     even = [d for d, size in enumerate(shapes[0]) if size % copies == 0 and len(shards) == 1]
     if even:
-        pieces = [_cut(parts[0], [*routes[0].shards, (even[0], replicas)])]
+        pieces = [_cut_by_device(parts[0], [*routes[0].shards, (even[0], replicas)])]
     else:
         pieces = [_flat(shard, copies) for shard in shards]
     sent = jnp.concatenate(pieces, 1).astype(wire.sent)
@@ -163,7 +163,7 @@ def _size(names: Names) -> int:
     return math.prod(map(jax.lax.axis_size, names))
 
 
-def _cut(array: jax.Array, cuts: Sequence[tuple[int, Names]]) -> jax.Array:
+def _cut_by_device(array: jax.Array, cuts: Sequence[tuple[int, Names]]) -> jax.Array:
     """Cuts dimensions into a part for each device along axes; a new first dimension counts them."""
     for number, (dimension, names) in enumerate(cuts):
         shape, at = array.shape, dimension + number
