@@ -4,7 +4,7 @@
 
 The devices are parts of the CPU, which the script asks for before JAX starts: it runs anywhere, and
 is no faster than one. On a machine with GPUs or TPUs leave that line out. The training step is
-written once, for one device. Where the arrays lie says the rest:
+written once, for one device. The shardings of the arrays say the rest:
 
 - data parallel: parameters and optimizer lie on every device as a whole, the batch is divided;
 - FSDP: each device holds an eighth of the parameters and of the optimizer's state, too.

@@ -123,14 +123,14 @@ def run(policy: str, arguments: Any, images: Any, labels: Any) -> dict[str, Any]
 
 def plot(report: dict[str, Any]) -> Any:
     """Draws the samples in `diffusion.json`."""
-    figure = Figure(figsize=(5, 4), layout="constrained")
+    figure = Figure(figsize=(4.5, 4.5), layout="constrained")
     panels = figure.subplots(len(report["runs"]), squeeze=False)
     for axes, (name, run) in zip(panels[:, 0], report["runs"].items(), strict=True):
         rows = np.array(run["samples"]).reshape(2, 10, 8, 8)
         picture = np.pad(rows, ((0, 0), (0, 0), (1, 1), (1, 1))).swapaxes(1, 2).reshape(20, 100)
         axes.imshow(picture, cmap="gray_r")
         axes.set_title(name, fontsize=10, loc="left")
-        axes.axis("off")
+        axes.set(frame_on=False, xticks=np.arange(4.5, 100, 10), xticklabels=range(10), yticks=[])
     return figure
 
 
