@@ -178,14 +178,12 @@ def replay(
 
         name, params = equation.primitive.name, equation.params
         if name not in REPLAYED_INSIDE:
-            results = _jax_compat.bind(equation.primitive, operands, params)
-        elif _jax_compat.is_plain_jit(equation):
-            results = inside(0, _jax_compat.called(params))(*operands)
-        else:  # as autocast emits it
-            kind = kind_of(name)
-            functions = list(map(inside, itertools.count(), kind.functions(equation)))
-            results = kind.emit(equation, operands, functions)
-        return on_results(here, results)
+            return on_results(here, _jax_compat.bind(equation.primitive, operands, params))
+        kind = kind_of(name)
+        functions = list(map(inside, itertools.count(), kind.functions(equation)))
+        if _jax_compat.is_plain_jit(equation):
+            return on_results(here, functions[0](*operands))
+        return on_results(here, kind.emit(equation, operands, functions))  # as autocast emits it
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
 

@@ -455,3 +455,18 @@ def test_an_unbound_module_is_called_as_it_is():
     variables = jax.jit(model.init)(jax.random.key(0), x)
     found = linen.autocast(model.apply, "mixed_bfloat16")(variables, x)
     np.testing.assert_allclose(found, model.apply(variables, x), rtol=0.02, atol=0.02)
+
+
+def test_only_parameters_and_statistics_are_cast_and_seen_in_float32():
+    variables = {
+        "params": {"Dense_0": {"kernel": jnp.ones((2, 2))}},
+        "batch_stats": {"BatchNorm_0": {"mean": jnp.ones(2, jnp.bfloat16)}},
+        "cache": {"keys": jnp.ones(2)},
+    }
+    dtypes = lambda tree: [str(leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    cast = linen.cast_params(variables, "O2")
+    assert dtypes(cast) == ["float32", "float32", "float16"]  # statistics, cache, parameters
+    seen = []
+    given = cast | {"cache": {"keys": jnp.ones(2, jnp.float16)}}
+    linen.autocast(lambda variables: seen.extend(dtypes(variables)), "O2")(given)
+    assert seen == ["float32", "float16", "float32"]

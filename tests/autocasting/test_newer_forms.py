@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -145,6 +146,13 @@ def held(w, x):
     return holder_p.bind(w, x, jaxpr=jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w))(w, x))
 
 
+def in_a_kernel(w, x):
+    def kernel(w, x, result):
+        result[...] = x[...] @ w[...]
+
+    return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(w, x)
+
+
 def said(fun):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -167,8 +175,9 @@ def test_products_that_nothing_plans_are_named_once():
         lambda w, x: lax.reduce(x @ w, 0.0, lambda a, b: a + b, (0,)),
         lambda w, x: jnp.linalg.solve(w, (x @ w).T),
         lambda w, x: tanh_layer(x @ w, w),
+        lambda w, x: in_a_kernel(w, x @ w),
     ],
-    ids=["full_precision", "sort and scatter", "reduce", "solve", "custom_vjp"],
+    ids=["full_precision", "sort and scatter", "reduce", "solve", "custom_vjp", "kernel"],
 )
 def test_what_is_known_or_marked_is_not_named(fun):
     assert said(fun) == []

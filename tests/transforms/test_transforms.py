@@ -238,3 +238,14 @@ def test_mixed_precision_adds_what_the_policy_needs(policy, scale, has_masters):
     assert isinstance(state.inner_state, transforms.WithMasterParamsState) == has_masters
     if has_masters:
         assert state.inner_state.masters["w"].dtype == jnp.float32
+
+
+def test_numbers_of_python_and_numpy_in_a_state_stay_as_they_are():
+    own = {"rate": 0.5, "table": np.ones(2), "weak": jnp.asarray(0.5)}
+    inner = optax.GradientTransformation(
+        lambda _: own, lambda updates, state, _=None: (updates, state)
+    )
+    tx = transforms.with_loss_scale(inner, jmp.StaticLossScale(1.0))
+    found = tx.init({"w": jnp.ones(2)}).inner_state
+    assert [type(found[name]) for name in ("rate", "table")] == [float, np.ndarray]
+    assert own["weak"].weak_type and not found["weak"].weak_type
