@@ -13,6 +13,7 @@ of the package does not say which names are jmp's in the other.
 import ast
 import collections
 import enum
+import functools
 import hashlib
 import json
 import os
@@ -73,6 +74,7 @@ def without_lines(text: str) -> str:
     return _LINES.sub("a line", text)
 
 
+@functools.cache
 def names_of_package() -> list[str]:
     """Returns the names that jmp may give to what it emits: of its functions, and its constants."""
     names = set()
