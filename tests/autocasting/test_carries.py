@@ -361,6 +361,7 @@ def test_a_weight_of_an_exact_product_inside_is_not_rounded(inside):
     assert error_of(function, "mixed_bfloat16", 300 * positions, frequencies, w) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
 def test_a_product_in_dtypes_that_the_user_chose_reads_no_rounded_numbers():
     """Numbers beyond float16's range in a product in bfloat16."""
 

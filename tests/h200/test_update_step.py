@@ -143,7 +143,7 @@ def test_a_window_of_eight_micro_batches_adds_ten_bytes_a_parameter_for_each(h20
 
     def loss(params, batch):
         pairs = zip(params, batch, strict=True)
-        return sum((p.astype(jnp.float16) * rows[0]).sum() for p, rows in pairs)
+        return jnp.float32(sum((p.astype(jnp.float16) * rows[0]).sum() for p, rows in pairs))
 
     def window(params, opt_state, batch):
         scale = opt_state.loss_scale
