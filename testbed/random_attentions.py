@@ -72,7 +72,7 @@ def masks_and_biases(*others: Array) -> list[Array]:
 
 
 def biased(x: Array, others: list[Array], draw: random.Random) -> Array:
-    bias = draw.choice(others[:3])
+    bias = draw.choice([others[0], others[0], *others[:3]])
     usual = [lambda: x + bias, lambda: x - bias, lambda: bias + x] * 3
     return draw.choice([*usual, lambda: bias - x])()
 
@@ -83,7 +83,7 @@ def scaled(x: Array, others: list[Array], draw: random.Random) -> Array:
 
 
 def masked(x: Array, others: list[Array], draw: random.Random) -> Array:
-    mask, fill = draw.choice(others[3:]), draw.choice(FILLS)
+    mask, fill = draw.choice([others[3], others[3], *others[3:]]), draw.choice(FILLS)
     return draw.choice([
         lambda: jnp.where(mask, x, fill),
         lambda: jnp.where(~mask, fill, x),
@@ -99,7 +99,7 @@ def changed(x: Array, others: list[Array], draw: random.Random) -> Array:
     return draw.choice([jnp.tanh, lambda x: x + x, jax.lax.stop_gradient, lambda x: x - 3.0])(x)
 
 
-STEPS = [biased] * 3 + [scaled] * 3 + [masked] * 6 + [changed]
+STEPS = [biased] * 4 + [scaled] * 3 + [masked] * 9 + [changed]
 
 
 def by_hand(x: Array, axis: int) -> Array:
