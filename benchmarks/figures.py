@@ -95,12 +95,9 @@ DRAWINGS: dict[str, Drawing] = {
 DRAWINGS |= {
     "memory": (of_memory, ("memory.json", "benchmarks/programs.json")),
     "gpt2_times": (programs.plot_times, ("benchmarks/gpu.json",)),
+    "compiled": (recipes.plot, ("benchmarks/compiled.json",)),
     "targets": (targets.plot, ("benchmarks/targets.json",)),
     "small_states": (small_states.plot, ("small_states.json",)),
-}
-DRAWINGS |= {
-    recipes.drawing(key): (functools.partial(recipes.plot, key), ("benchmarks/compiled.json",))
-    for key in recipes.DRAWN
 }
 
 

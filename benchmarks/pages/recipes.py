@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks._drawing import narrow
+from benchmarks._drawing import FONT, narrow
 from benchmarks._tables import BASELINE, TITLES, failures, table, total, versions_of
 from benchmarks.pages.registry import figure
 from benchmarks.recipes import RECIPES
@@ -10,12 +10,12 @@ from benchmarks.workloads import UPDATES, WORKLOADS
 
 # Steps in float32 are off the scale of the figures: they are in the tables.
 PLOTTED = [row.name for row in RECIPES if row.name not in (BASELINE, "float32", "tf32")]
-OURS, OTHERS = "#0072B2", "#555555"
-DRAWN = {
-    "bytes_moved": "bytes moved",
-    "kernels": "kernels",
-    "temp_bytes": "memory for intermediate values",
+DRAWN = {  # what is counted, with its name and marker
+    "bytes_moved": ("bytes moved", "o"),
+    "kernels": ("kernels", "s"),
+    "temp_bytes": ("temporary memory", "^"),
 }
+LEAST_DIFFERENCE = 0.02  # a recipe that differs by less from the step by hand is not drawn
 
 LIMIT = "modelled limit, model ms: bytes + operations + launches"
 for _source in ("recipes", "wire"):
@@ -131,33 +131,33 @@ def _(results: dict[str, Any]) -> str:
     return table(headers, rows)
 
 
-def drawing(key: str) -> str:
-    """Returns the name of the figure of what is counted, such as "compiled_bytes_moved"."""
-    return f"compiled_{key}"
-
-
-def plot(key: str, results: dict[str, Any]) -> Any:
-    """Draws what is counted of each recipe over that of the step by hand: a row a recipe."""
-    labels, rows = [], []
+def plot(results: dict[str, Any]) -> Any:
+    """Draws what is counted of each recipe over that of the step by hand, if it differs."""
+    labels: list[str] = []
+    rows: list[dict[str, float]] = []
     for workload in (w for w in WORKLOADS if w.name in results["workloads"]):
         recipes = results["workloads"][workload.name]["recipes"]
         labels += ["", workload.title] if labels else [workload.title]
-        rows += [None] * (len(labels) - len(rows))
+        rows += [{}] * (len(labels) - len(rows))
         for name in PLOTTED:
-            if key in recipes.get(name, {}):
+            counted = {key: recipes[name][key] for key in DRAWN if key in recipes.get(name, {})}
+            over = {key: count / recipes[BASELINE][key] for key, count in counted.items()}
+            if any(abs(ratio - 1) > LEAST_DIFFERENCE for ratio in over.values()):
                 labels.append(TITLES[name])
-                rows.append(recipes[name][key] / recipes[BASELINE][key])
-    what = f"{DRAWN[key]}, over the step by hand:\ncounted in programs compiled for an H200"
-    figure, axes = narrow(0.15 * len(rows) + 0.7, what)
-    for place, (label, over) in enumerate(zip(labels, rows, strict=True)):
-        if over is not None:
-            color = OURS if label.startswith("ours") else OTHERS
-            axes.hlines(place, 1, over, color=color, linewidth=1.2)
-            axes.plot(over, place, "o", color=color, markersize=3.5)
+                rows.append(over)
+    what = "over the step by hand:\ncounted in programs compiled for an H200"
+    figure, axes = narrow(0.15 * len(rows) + 0.9, what)
+    for key, (title, marker) in DRAWN.items():
+        places = [place for place, over in enumerate(rows) if key in over]
+        axes.plot([rows[p][key] for p in places], places, marker, label=title, markersize=4)
+    for place, over in enumerate(rows):
+        if over:
+            axes.hlines(place, min(over.values()), max(over.values()), color="#bbbbbb", zorder=0)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), labels)
     axes.tick_params(axis="y", length=0)
     for tick, over in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set_fontweight("bold" if over is None else "normal")
+        tick.set_fontweight("normal" if over else "bold")
     axes.set_ylim(len(rows) - 0.4, -0.6)
+    figure.legend(loc="outside upper right", frameon=False, fontsize=FONT)
     return figure
