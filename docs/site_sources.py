@@ -73,5 +73,8 @@ def markdown_of(notebook: pathlib.Path) -> str:
             source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
         )
         for output in cell.get("outputs", ()):
-            parts.append("```text\n" + "".join(output["text"]).rstrip() + "\n```")
+            if png := output.get("data", {}).get("image/png"):
+                parts.append(f"![What the cell draws](data:image/png;base64,{png})")
+            else:
+                parts.append("```text\n" + "".join(output["text"]).rstrip() + "\n```")
     return "\n\n".join(parts).replace("](../docs/", "](") + "\n"
