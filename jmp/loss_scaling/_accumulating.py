@@ -124,7 +124,7 @@ def accumulated_value_and_grad(
     steps = _number_of_steps(steps)
     dtype_of = functools.partial(_dtype_of_sum, _float_dtype(accumulate_dtype, "accumulate_dtype"))
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
-    sent = _sent_dtype(send_dtype)
+    sent = _sent_dtype(send_dtype, axes)
     trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
 
@@ -336,8 +336,12 @@ def _float_dtype(dtype: DTypeLike, name: str) -> np.dtype:
     return wanted
 
 
-def _sent_dtype(dtype: DTypeLike) -> np.dtype:
+def _sent_dtype(dtype: DTypeLike, axes: Sequence[str]) -> np.dtype:
+    """Returns the dtype in which devices send float32 sums over `axes`."""
     sent = _float_dtype(dtype, "send_dtype")
+    if sent != FLOAT32 and not axes:
+        expected = "reduce_axes= beside it; for gathered shards give it to jmp.gather_params"
+        raise wrong(ValueError, CALLER, str(sent), expected, name="send_dtype")
     if not can_hold(FLOAT32, sent):
         raise wrong(ValueError, CALLER, str(sent), "float32 or half", name="send_dtype")
     return sent

@@ -80,7 +80,9 @@ def gather_params(
     With a half `dtype` and a float32 `reduce_dtype` devices exchange half gradients: each sends the
     others the parts of their shards, and adds up in float32 what it receives. The shards of FSDP
     take the bytes of a half sum. In shard_map small gradients share an exchange: gather parameters
-    that are not trained in a call of their own, or their gradients are computed for it.
+    that are not trained in a call of their own, or their gradients are computed for it. Under
+    autocast gather in half only what products read, and embeddings and norm scales in float32:
+    autocast keeps what is half.
 
     Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
     lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients

@@ -359,3 +359,8 @@ def test_vectors_along_explicit_axes_are_sent_as_they_are_and_a_warning_says_so(
     words = "added up in float32 as they are, not sent in float16 and added up in float32"
     with pytest.warns(jmp.PrecisionWarning, match=words):
         jax.eval_shape(gather, vector)
+
+
+def test_a_dtype_to_send_without_axes_to_reduce_over_is_refused():
+    with pytest.raises(ValueError, match="send_dtype='float16'; expected reduce_axes= beside it"):
+        jmp.accumulated_value_and_grad(jnp.sum, jmp.StaticLossScale(1.0), 2, send_dtype="float16")
