@@ -11,6 +11,7 @@ import sys
 import warnings
 
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -75,6 +76,8 @@ def run_example(name, *arguments):
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as exit:
             code = exit.code or 0
+        finally:
+            plt.close("all")  # each example ends with its figures
     return subprocess.CompletedProcess(path, code, output.getvalue(), errors.getvalue())
 
 

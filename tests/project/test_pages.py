@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.text import Text
 
@@ -70,6 +71,7 @@ def test_a_drawing_reads_on_a_phone(name):
     figure = figures.drawn(name)
     figure.canvas.draw()  # which writes the numbers beside the axes
     sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+    plt.close(figure)
     pixels_a_point = 358 / (72 * figure.get_figwidth())  # a page on a phone of 390 pixels
     assert len(sizes) >= 3 and min(sizes) * pixels_a_point >= 10.99
 
@@ -86,6 +88,7 @@ def test_every_drawing_stands_on_a_page():
 def test_a_figure_is_drawn_twice_alike_and_says_its_source(tmp_path):
     figures.draw(tmp_path / "one", ["log_metrics"])
     figures.draw(tmp_path / "two", ["log_metrics"])
+    plt.close("all")
     one, two = (path / "log_metrics.svg" for path in (tmp_path / "one", tmp_path / "two"))
     assert one.read_bytes() == two.read_bytes()
     assert figures.source(["log_metrics.json"]) in one.read_text()

@@ -24,6 +24,7 @@ NOTEBOOK = ROOT / "examples" / "tour.ipynb"
 def run(notebook):
     """Yields each cell of code, and what it prints."""
     matplotlib.use("Agg")
+    plt.close("all")
     names = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
