@@ -291,22 +291,44 @@ FSDP_AND_TENSOR_PARALLEL = {
 }
 
 
-def language_model(mesh_of: MeshOf, places: Tree, variant: Variant, small: bool) -> Step:
-    """jit, a GPT of 16.8 M parameters; activations are kept along the data axis."""
-    mesh, sizes = mesh_of(), SMALL if small else Sizes()
-    stack, width, vocabulary = sizes.layers, sizes.width, sizes.vocabulary
-    shapes = {
+def gpt_shapes(layers: int, width: int, vocabulary: int) -> Tree:
+    """Returns the shapes of the parameters of a GPT, whose blocks are stacked."""
+    return {
         "table": (vocabulary, width),
         "norm": (width,),
         "blocks": {
-            "qkv": (stack, width, 3 * width),
-            "out": (stack, width, width),
-            "up": (stack, width, 4 * width),
-            "down": (stack, 4 * width, width),
-            "norm1": (stack, width),
-            "norm2": (stack, width),
+            "qkv": (layers, width, 3 * width),
+            "out": (layers, width, width),
+            "up": (layers, width, 4 * width),
+            "down": (layers, 4 * width, width),
+            "norm1": (layers, width),
+            "norm2": (layers, width),
         },
     }
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns rows over the root of their mean square, computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+    return (y * scale[None, None]).astype(x.dtype)
+
+
+def attend(qkv: jax.Array, heads: int) -> jax.Array:
+    """Returns causal attention of queries, keys and values side by side; its softmax is float32."""
+    batch, length, width = qkv.shape
+    query, key, value = jnp.moveaxis(qkv.reshape(batch, length, 3, heads, -1), 2, 0)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
+    past = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    scores = jnp.where(past, scores * query.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(qkv.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, width // 3)
+
+
+def language_model(mesh_of: MeshOf, places: Tree, variant: Variant, small: bool) -> Step:
+    """jit, a GPT of 16.8 M parameters; activations are kept along the data axis."""
+    mesh, sizes = mesh_of(), SMALL if small else Sizes()
+    shapes = gpt_shapes(sizes.layers, sizes.width, sizes.vocabulary)
     is_place = lambda leaf: isinstance(leaf, P)
     params = jax.tree.map(
         lambda where, shape: spec(mesh, shape, where), places, shapes, is_leaf=is_place
@@ -321,25 +343,12 @@ def language_model(mesh_of: MeshOf, places: Tree, variant: Variant, small: bool)
 
 def _gpt(variant: Variant, sizes: Sizes, keep: Callable[[jax.Array], jax.Array]) -> Any:
     """Returns the loss of tokens and targets; `keep` holds activations in their place."""
-    heads, size = sizes.heads, sizes.width // sizes.heads
-
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
-        return (y * scale[None, None]).astype(x.dtype)
-
-    def attend(qkv: jax.Array) -> jax.Array:
-        batch, length, _ = qkv.shape
-        query, key, value = jnp.moveaxis(qkv.reshape(batch, length, 3, heads, size), 2, 0)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * size**-0.5
-        past = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf)).astype(qkv.dtype)
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, -1)
 
     @jax.checkpoint
     def block(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
         half = variant.parameter
-        x = x + attend(norm(x, params["norm1"]) @ half(params["qkv"])) @ half(params["out"])
+        qkv = norm(x, params["norm1"]) @ half(params["qkv"])
+        x = x + attend(qkv, sizes.heads) @ half(params["out"])
         y = jax.nn.gelu(norm(x, params["norm2"]) @ half(params["up"]))
         return keep(x + y @ half(params["down"])), None
 

@@ -12,6 +12,7 @@ import textwrap
 import pytest
 
 from testbed import ROOT, mistakes
+from tests.project.prose import habits_in
 
 MODULES = [
     "jmp",
@@ -222,21 +223,11 @@ def prose_in(path):
     yield from (re.sub(r"\s*# ", " ", comment).strip() for comment in comments)
 
 
-def habits_in(path):
-    """Returns the sentences of a file that have one of the habits, with its name."""
-    return [
-        (habit, text[max(0, found.start() - 40) : found.end() + 40])
-        for text in prose_in(path)
-        for habit, pattern in HABITS.items()
-        for found in re.finditer(pattern, text)
-    ]
-
-
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_sentences_have_a_subject_and_the_common_word(path):
-    assert habits_in(path) == []
+    assert habits_in(prose_in(path), HABITS) == []
 
 
 def test_habits_are_found_in_docstrings_messages_and_comments(tmp_path):
@@ -256,4 +247,4 @@ raise ValueError(f"{x} got two. Of a module "
 y = "tried alone"
 '''
     )
-    assert sorted(habit for habit, _ in habits_in(path)) == sorted(HABITS)
+    assert sorted(habit for habit, _ in habits_in(prose_in(path), HABITS)) == sorted(HABITS)

@@ -11,6 +11,7 @@ from matplotlib.text import Text
 from benchmarks import figures, pages, programs
 from benchmarks.pages import registry
 from benchmarks.processes import ROOT
+from tests.project.prose import habits_in
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
@@ -219,19 +220,9 @@ def paragraphs(text):
         yield from filter(None, map(str.strip, line.split("|")) if line[:1] == "|" else [line])
 
 
-def habits_in(text):
-    """Returns the sentences that have one of the habits, with its name."""
-    return [
-        (habit, paragraph[max(0, found.start() - 40) : found.end() + 40])
-        for paragraph in paragraphs(text)
-        for habit, pattern in HABITS.items()
-        for found in re.finditer(pattern, paragraph)
-    ]
-
-
 @pytest.mark.parametrize("page", OF_USERS, ids=lambda page: page.name)
 def test_sentences_of_users_pages_have_a_subject_and_the_common_word(page):
-    assert habits_in(page.read_text()) == []
+    assert habits_in(paragraphs(page.read_text()), HABITS) == []
 
 
 def test_habits_are_found_in_paragraphs_items_and_tables():
@@ -249,7 +240,7 @@ def test_habits_are_found_in_paragraphs_items_and_tables():
 x = 1  # What stands in a program is left out.
 ```
 """
-    assert sorted(habit for habit, _ in habits_in(text)) == sorted(HABITS)
+    assert sorted(habit for habit, _ in habits_in(paragraphs(text), HABITS)) == sorted(HABITS)
 
 
 USED = "\n".join(

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from benchmarks.wire import attend, gpt_shapes, norm
 from jmp import transforms
 
 HEADS, STEPS, ROWS, TOKENS = 4, 3, 16, 32
@@ -33,18 +34,7 @@ SPECS = {
 
 
 def shapes(layers=2, width=32, words=64):
-    return {
-        "table": (words, width),
-        "norm": (width,),
-        "blocks": {
-            "qkv": (layers, width, 3 * width),
-            "out": (layers, width, width),
-            "up": (layers, width, 4 * width),
-            "down": (layers, 4 * width, width),
-            "norm1": (layers, width),
-            "norm2": (layers, width),
-        },
-    }
+    return gpt_shapes(layers, width, words)
 
 
 def parameters():
@@ -61,23 +51,10 @@ def rows(step):
 def loss_of(params, tokens, gather):
     """The mean loss of the next tokens; `gather(tree)` gives the weights in half."""
 
-    def norm(x, scale):
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
-        return (y * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
-
-    def attend(qkv):
-        batch, length, width = qkv.shape
-        q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, HEADS, -1), 2, 0)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-        past = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf)).astype(qkv.dtype)
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, length, width // 3)
-
     @jax.checkpoint
     def block(x, layer):
         w = gather(layer)
-        x = x + attend(norm(x, w["norm1"]) @ w["qkv"]) @ w["out"]
+        x = x + attend(norm(x, w["norm1"]) @ w["qkv"], HEADS) @ w["out"]
         return x + jax.nn.gelu(norm(x, w["norm2"]) @ w["up"]) @ w["down"], None
 
     rest = gather({"table": params["table"], "norm": params["norm"]})

@@ -1,17 +1,12 @@
 """A small GPT in shards: its half gradients are exchanged, and added up in float32."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from jmp import transforms
-from testbed import ROOT
+from tests.processes import run_two
 from tests.sharding import gpt
 
 
@@ -31,21 +26,7 @@ def test_eight_devices_train_as_one_that_adds_up_their_half_gradients_in_float32
 
 @pytest.mark.full
 def test_two_processes_train_alike_and_four_devices_continue(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.gpt", str(process), str(port), str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_two("tests.sharding.gpt", tmp_path)
     numbers = np.load(tmp_path / "numbers.npz")
     numbers = [numbers[name] for name in numbers.files]
     saved, later = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]

@@ -1,11 +1,7 @@
 """An optimizer's state lies where its parameters lie: each array, each scalar, from `init` on."""
 
 import functools
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import equinox as eqx
 import flax.linen as nn
@@ -22,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-from testbed import ROOT
 from testbed.machines import wire
 from testbed.machines.gpus import compile_for_placed
 from tests.bits import bits
+from tests.processes import run_two
 from tests.transforms import every_optimizer, two_processes
 
 SCALE = jmp.DynamicLossScale(16.0, period=2)
@@ -326,23 +322,7 @@ def test_a_state_restores_on_other_devices_bit_by_bit(saved, shape):
 
 @pytest.mark.full
 def test_two_processes_save_a_state_that_one_restores_bit_by_bit(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    command = [sys.executable, "-m", "tests.transforms.two_processes"]
-    running = [
-        subprocess.Popen(
-            [*command, str(process), str(port), str(tmp_path)],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_two("tests.transforms.two_processes", tmp_path)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=one)
