@@ -150,6 +150,30 @@ def lookup(dtype):
     return loss
 
 
+def messages(dtype):
+    """A graph network: a softmax over the edges of a node weighs the messages that it adds up.
+
+    Rows are looked up in float32, so that the gradients of all messages from a node add up so, by
+    hand too.
+    """
+
+    def loss(params, x, sources, targets):
+        x = x.astype(dtype)
+        add_up = functools.partial(jax.ops.segment_sum, segment_ids=targets, num_segments=ROWS)
+        for w, a in params:
+            y = x @ w.astype(dtype)
+            of_source, of_target = (y @ a.astype(dtype)).T
+            score = (of_source[sources] + of_target[targets]).astype(jnp.float32)
+            largest = jax.ops.segment_max(score, targets, ROWS)
+            weight = jnp.exp(score - lax.stop_gradient(largest)[targets])
+            weight = weight / add_up(weight)[targets]
+            message = y.astype(jnp.float32)[sources] * weight[:, None]
+            x = x + jnp.tanh(add_up(message)).astype(dtype)
+        return mean_square(x)
+
+    return loss
+
+
 def elu_stream(dtype):
     """A stream that begins with an input, and a function that compares with zeros."""
 
@@ -199,5 +223,11 @@ LEAN_PROGRAMS = (
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
     LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
     LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
+    LeanProgram(
+        "messages",
+        messages,
+        [(_struct(WIDTH, WIDTH), _struct(WIDTH, 2))] * 2,
+        (*_BATCH, *[_struct(4 * ROWS, dtype=jnp.int32)] * 2),
+    ),
     LeanProgram("a stream from an input", elu_stream, _matrices(4), _BATCH),
 )

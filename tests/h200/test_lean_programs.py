@@ -12,7 +12,7 @@ from testbed.machines.gpus import compile_for_gpu
 from tests.commands import in_full
 
 MACHINES = [("h200", "float16"), ("b200", "bfloat16")]
-OF_ALL = ("gradient in the loss", "residual, tanh")
+OF_ALL = ("gradient in the loss", "residual, tanh", "messages")
 BYTES, TEMP = 1.02, 1.05
 # The derivative of gelu reads one minus its tanh, of which half would leave no digits: tanh is kept
 # in float32. By hand it is half.
