@@ -121,7 +121,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all and in use
-MUCH, TOO_MUCH = 1.0e9, 1.7e9  # bytes, at the end of a file and inside of one
+MUCH, TOO_MUCH = 1.0e9, 1.35e9  # bytes, at the end of a file and inside of one
 
 
 def pytest_collection_finish():
@@ -165,7 +165,7 @@ def memory(request):
 
 @pytest.fixture(autouse=True)
 def memory_within_a_file():
-    """The same inside a file whose programs are many: a process stays below 2 GB."""
+    """The same inside a file whose programs are many: a process stays below 1.5 GB."""
     yield
     if STATM.exists() and bytes_in_use() > TOO_MUCH:
         give_memory_back()

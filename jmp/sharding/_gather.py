@@ -287,8 +287,9 @@ def _gathered_by_type(
     explicit = _explicit_axes(mesh)
     if not explicit:
         raise ValueError(
-            f"{CALLER} is for shard_map and for meshes with explicit axes. Under jit with Auto "
-            "axes XLA itself gathers what was cast: leave the call out and write "
+            f"{CALLER} was called outside of a shard_map, and without a mesh with explicit axes. "
+            "With shard_map, call it in the function that is mapped. Under jit with Auto axes XLA "
+            "itself gathers what was cast: leave the call out and write "
             "jmp.autocast(fun, 'mixed_float16,r=f32'), whose sums over devices are float32."
         )
     _check_axes_exist(parameters, explicit, "explicit")

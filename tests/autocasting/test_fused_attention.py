@@ -224,7 +224,7 @@ LEFT = {
         (PADDING,), "not a constant of -1e4 or below"),
     "a learned bias of each example": (
         lambda q, k, v, bias: weigh(jax.nn.softmax(scores(q, k) + bias), v),
-        (normal(8, 2, 1, LENGTH, LENGTH),), "no gradient of a bias"),
+        (normal(8, 2, 1, LENGTH, LENGTH),), "cuDNN attention is given no bias"),
     "a learned temperature": (
         lambda q, k, v, t: weigh(jax.nn.softmax(scores(q, k) * t), v),
         (jnp.float32(2),), "not a positive constant"),

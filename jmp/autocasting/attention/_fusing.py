@@ -270,7 +270,8 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
         terms = [t for t in terms if (one := known[t]) is None or not one.only_masks]
     learned = [t for t in terms if isinstance(t, Bias) and t.source.value.varies]
     if learned and any(set(batch).intersection(labels_of(t.source.axes)) for t in terms):
-        raise NotFused("cuDNN has no gradient of a bias that differs from example to example")
+        why = "is given no bias with a gradient that differs from example to example"
+        raise NotFused(f"{kernel.name} {why}")
     is_known = all(known[t] is not None or t in learned for t in terms)
     sees_a_key = is_known and bool(kept.any(-1).all())
     fills = {mask.fill for mask in attention.masks}
