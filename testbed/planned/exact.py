@@ -158,3 +158,11 @@ def rows_of_positions_in_a_loop(w, positions, x):
         return (carry * angles) @ w, None
 
     return lax.scan(step, x, positions)[0]
+
+
+@planned(X, W)
+def a_table_that_a_loop_makes(x, w):
+    """A matrix that a loop makes of constants, with functions inside of it, is a table too."""
+    rows = jnp.arange(128.0)[:, None]
+    turn = lambda i, table: jnp.where(rows < i, table, jnp.cos(rows * table + i))
+    return (x @ lax.fori_loop(0, 3, turn, jnp.ones((128, 128)))) @ w
