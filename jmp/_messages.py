@@ -1,6 +1,6 @@
-"""Texts for errors and warnings: errors of one form, any value in a few words, ways out.
+"""How errors and warnings are worded: errors of one form, any value in a few words, ways out.
 
-In this order:
+The text of each stands where it is raised. Here, in this order:
   - errors: `wrong` for a value that is not as expected; `check_function` and `refuse_other_models`
     raise the two that many functions share;
   - values in a few words: `described`, and what it does for names, arrays and trees. A user's value

@@ -1,4 +1,7 @@
-"""Why an operation is computed in float32, in words; "" where it need not be."""
+"""Why an operation that is no product is computed in float32, in words; "" where it need not be.
+
+Reasons of products are in `_precision.py`, `_exact_products.py` and `_equations.py`.
+"""
 
 from collections.abc import Set
 

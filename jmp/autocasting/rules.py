@@ -18,7 +18,8 @@ register_rule(
     dtype_param="preferred_element_type",
 )
 
-# FULL: float32, for range, for cancellation, or because many terms are added up.
+# FULL: float32, for range, for cancellation, or because many terms are added up. A softmax or a
+# LayerNorm is made of these and of what stands between them: one float32 island (`_islands.py`).
 
 STEEP = "steep, or cancels, near the ends of its domain"
 SERIES = "a series or a continued fraction: no half kernel"

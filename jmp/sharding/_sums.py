@@ -1,4 +1,7 @@
-"""Sums over devices: in which dtype devices send each other gradients, and add them up.
+"""Sums over devices: how devices send each other gradients, and add them up.
+
+In which dtypes is decided by the callers, who pass a `Wire`: `_gather.py` for parameters,
+`loss_scaling/_accumulating.py` for windows of gradients.
 
 A collective adds up in the dtype that it sends: in half it rounds at each of the n devices of a
 ring, and in float32 it sends twice the bytes. An *exchange* has both: each device sends the others
