@@ -13,8 +13,7 @@ from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scal
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
-from jmp.transforms._loss_scale_state import find_loss_scaling
-from jmp.transforms._loss_scaling import WithLossScaleState
+from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
 from jmp.trees import PyTree, is_complex, is_floating, register_for_export, select_leaves
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from jmp.transforms._half_parameters import (
     with_stochastic_rounding,
 )
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
-from jmp.transforms._states import as_transformation, shapes_with_master
+from jmp.transforms._states import as_transformation, kept_by_path
 from jmp.transforms._wrapping import Transformation
 from jmp.trees import leaves_by_path
 
@@ -124,7 +124,7 @@ def mixed_precision(
 
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
     """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
-    with_master = shapes_with_master(state)
+    with_master = kept_by_path(state)
     leaves = leaves_by_path(params).items()
     lost = {
         path: leaf.dtype for path, leaf in leaves if _is_narrow(leaf) and path not in with_master

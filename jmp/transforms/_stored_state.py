@@ -35,8 +35,8 @@ from jmp.transforms._few_kernels import chunks
 from jmp.transforms._loss_scaling import WithLossScaleState
 from jmp.transforms._placement import BOX, parameter_path
 from jmp.transforms._rounding import RandomBits
-from jmp.transforms._states import find_states, find_storing
-from jmp.transforms._wrapping import Transformation, Wrapper
+from jmp.transforms._states import STORAGES, find_states, locate_storing
+from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string, register_for_export
 
 
@@ -127,7 +127,7 @@ def with_stored_state(
     >>> state.inner_state[0].mu["w"].codes.dtype
     dtype(bfloat16)
     """
-    wrapper = Wrapper(inner, CALLER, WithStoredStateState)
+    optimizer = checked_inner(inner, CALLER, WithStoredStateState)
     rules = _rules(stored)
     bits = RandomBits.of(CALLER, seed, specs)
     if rounding not in ("stochastic", "nearest"):
@@ -135,7 +135,7 @@ def with_stored_state(
 
     def init(params: optax.Params) -> WithStoredStateState:
         wide = cast_to_at_least_float32(params)
-        inner_state = wrapper.init_inner(wide)
+        inner_state = optimizer.init(wide)
         _check_order(inner_state)
         return WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, wide))
 
@@ -150,7 +150,9 @@ def with_stored_state(
         def run(inner_state: PyTree) -> tuple[optax.Updates, PyTree]:
             gradients, seen = wide
             decoded = decode_state(inner_state)
-            return wrapper.update_inner(updates, gradients, decoded, seen, extra_args)
+            others = with_gradients(extra_args, updates, gradients)
+            new: tuple[optax.Updates, PyTree] = optimizer.update(gradients, decoded, seen, **others)
+            return new
 
         # Scales are found first; then all is computed again behind barriers. Without them XLA would
         # keep the new state, in float32, from one pass to the next. The first run computes only the
@@ -177,7 +179,7 @@ def with_stored_state(
             tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
         )
 
-    return wrapper.transformation(init, update)
+    return transformation(init, update, CALLER, WithStoredStateState)
 
 
 def is_stored(node: object) -> bool:
@@ -373,7 +375,7 @@ def _kind(dtype: Any) -> str:
 
 def _check_order(inner_state: PyTree) -> None:
     """Raises ValueError for what belongs around a stored state, not inside it."""
-    around = [(storage.caller, "") for _, storage in find_storing(inner_state)]
+    around = [(STORAGES[type(state)].caller, "") for state, _ in locate_storing(inner_state)]
     if find_states(inner_state, WithLossScaleState):
         around.insert(0, ("with_loss_scale", ", loss_scale"))
     for name, scale in around:
