@@ -50,6 +50,11 @@ def is_floating(leaf: object) -> TypeGuard[AnyArray]:
     return is_array(leaf) and is_castable(leaf.dtype)
 
 
+def is_inexact(leaf: object) -> bool:
+    """Returns whether `leaf` is an array of what can be differentiated: real floats, or complex."""
+    return is_floating(leaf) or is_complex(leaf)
+
+
 def as_jax_array(leaf: AnyArray | complex) -> jax.Array:
     """Returns an array leaf as a JAX array, in the machine's byte order."""
     if isinstance(leaf, np.ndarray):
@@ -130,11 +135,9 @@ def all_finite(tree: PyTree) -> jax.Array:
         checks = [
             jnp.isfinite(as_jax_array(leaf)).all()
             for leaf in jax.tree.leaves(tree)
-            if is_floating(leaf) or is_complex(leaf) or isinstance(leaf, float | complex)
+            if is_inexact(leaf) or isinstance(leaf, float | complex)
         ]
-    if not checks:
-        return jnp.array(True)
-    return jnp.stack(checks).all()
+    return jnp.stack(checks).all() if checks else jnp.array(True)
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:

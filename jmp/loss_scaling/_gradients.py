@@ -16,7 +16,7 @@ from jmp._messages import PrecisionWarning, check_function, described, framework
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._static import StaticLossScale
-from jmp.trees import is_complex, is_floating
+from jmp.trees import is_inexact
 
 P = ParamSpec("P")
 
@@ -197,7 +197,7 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
         framework = framework_of(model)
         is_tree = framework is not None and framework != "flax.nnx"
         leaves = jax.tree.leaves(model) if is_tree else ()
-        if framework is None or (is_tree and all(is_floating(x) or is_complex(x) for x in leaves)):
+        if framework is None or (is_tree and all(map(is_inexact, leaves))):
             continue
         raise TypeError(
             f"{caller} got {described(model)} of {framework}; expected a tree of parameters."
