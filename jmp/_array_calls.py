@@ -130,8 +130,8 @@ class ArrayCall:
 
 def argument_numbers(
     argnums: int | Sequence[int], count: int, caller: str, name: str = "argnums"
-) -> set[int]:
-    """Returns the numbers of the arguments that `argnums` names, counted from the first.
+) -> list[int]:
+    """Returns the numbers of the arguments that `argnums` names, each once, counted from the first.
 
     Args:
       argnums: as in `jax.grad`.
@@ -148,7 +148,7 @@ def argument_numbers(
         way_out = "Arguments given by keyword have none: give them by position"
         expected = f"numbers of its {count} args. {way_out}"
         raise wrong(ValueError, caller, argnums, expected, name=name)
-    return {number % count for number in numbers}
+    return list(dict.fromkeys(number % count for number in numbers))
 
 
 def replaced(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
-from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable, is_half
+from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable
 from jmp.loss_scaling._base import LossScale, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
@@ -273,7 +273,8 @@ def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array
         count = jnp.asarray(result)
     except (TypeError, ValueError):
         count = None
-    if count is None or count.ndim or not _counts_exactly(count.dtype):
+    counts = jnp.integer, jnp.bool_, jnp.float32, jnp.float64  # exactly
+    if count is None or count.ndim or not any(jnp.issubdtype(count.dtype, k) for k in counts):
         got = described(result) if count is None else shape_text(count)
         raise TypeError(
             f"The function weight returned {got}; expected a float32 or integer scalar, such as "
@@ -281,11 +282,6 @@ def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array
             "float16 counts to 2048 without error, bfloat16 to 256."
         )
     return count if is_castable(count.dtype) else count.astype(FLOAT32)
-
-
-def _counts_exactly(dtype: np.dtype) -> bool:
-    is_integer = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
-    return is_integer or (is_castable(dtype) and not is_half(dtype))
 
 
 def _power_of_two_up_to(count: jax.Array) -> jax.Array:
@@ -400,14 +396,13 @@ def _batch_numbers(
     Raises: ValueError if one of them is not there, or is in both; TypeError for no numbers.
     """
     split = argument_numbers(batch_argnums, count, CALLER, "batch_argnums")
-    if common := split & argument_numbers(argnums, count, CALLER):
+    if common := {*split} & {*argument_numbers(argnums, count, CALLER)}:
         raise ValueError(
             f"{CALLER} got batch_argnums={described(batch_argnums)} and "
             f"argnums={described(argnums)}, which share argument {min(common)}; expected the "
             "arguments that hold rows of the batch, apart from those to differentiate at."
         )
-    given = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
-    return list(dict.fromkeys(number % count for number in given))
+    return split
 
 
 def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
@@ -431,6 +426,5 @@ def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
             raise ValueError(
                 f"{CALLER} got {shape_text(leaf)} as {where}, with steps={steps}; expected an "
                 f"array whose first axis is a multiple of {steps}. Choose steps that divide it, "
-                "drop the last rows, or pad them and give weight= a count of the others. "
-                f"{way_out}"
+                f"drop the last rows, or pad them and give weight= a count of the others. {way_out}"
             )

@@ -19,6 +19,7 @@ float16 by hand makes an infinity before anything here can see it.)
 """
 
 import abc
+import copy
 import dataclasses
 import math
 import warnings
@@ -153,12 +154,11 @@ def register_state(cls: type[T]) -> type[T]:
 
     def unflatten(meta: tuple[Any, ...], children: Iterable[Any]) -> T:
         node = object.__new__(cls)
-        for name, value in zip(static, meta, strict=True):
-            object.__setattr__(node, name, value)
+        vars(node).update(zip(static, meta, strict=True))
         for (name, dtype), value in zip(leaves.items(), children, strict=True):
             if is_array(value) and value.dtype != dtype and jnp.issubdtype(value.dtype, np.number):
                 value = value.astype(dtype)
-            object.__setattr__(node, name, value)
+            vars(node)[name] = value
         return node
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
@@ -167,11 +167,9 @@ def register_state(cls: type[T]) -> type[T]:
 
 def replace_leaves(node: T, **leaves: Any) -> T:
     """Returns a copy of `node` with other leaves, without running the constructor's checks."""
-    copy = object.__new__(type(node))
-    for field in dataclasses.fields(node):  # type: ignore[arg-type]  # likewise
-        value = leaves.get(field.name, getattr(node, field.name))
-        object.__setattr__(copy, field.name, value)
-    return copy
+    changed = copy.copy(node)
+    vars(changed).update(leaves)
+    return changed
 
 
 # Checks of the arguments of constructors: numbers that stay, part of the compiled program.

@@ -112,7 +112,8 @@ class DynamicLossScale(LossScale):
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
         counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
-        grow = finite & (counted >= self.whole_period) & (self.period <= _LARGEST_COUNT)
+        whole_period = math.ceil(min(self.period, _LARGEST_COUNT))
+        grow = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
         after_finite = jnp.where(grow, self._grown(), self.unchanged)
         return _base.replace_leaves(
             self,
@@ -124,11 +125,6 @@ class DynamicLossScale(LossScale):
     def unchanged(self) -> jax.Array:
         """The scale as the next step uses it, if this one changes nothing."""
         return self._clipped(self._sane)
-
-    @property
-    def whole_period(self) -> int:
-        """The period as a whole number of steps that fits the counter."""
-        return math.ceil(min(self.period, _LARGEST_COUNT))
 
     @property
     def _sane(self) -> ArrayLike:

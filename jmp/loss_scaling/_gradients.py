@@ -195,9 +195,8 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):
         framework = framework_of(model)
-        is_tree = framework is not None and framework != "flax.nnx"
-        leaves = jax.tree.leaves(model) if is_tree else ()
-        if framework is None or (is_tree and all(map(is_inexact, leaves))):
+        is_module = framework == "flax.nnx"
+        if framework is None or (not is_module and all(map(is_inexact, jax.tree.leaves(model)))):
             continue
         raise TypeError(
             f"{caller} got {described(model)} of {framework}; expected a tree of parameters."

@@ -270,9 +270,8 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
     """
     if not isinstance(new, LossScale):
         raise TypeError(
-            f"set_loss_scale got {described(new)} as the new scale; expected a loss "
-            "scale such as jmp.torch_loss_scale(). The order is "
-            "set_loss_scale(opt_state, new)."
+            f"set_loss_scale got {described(new)} as the new scale; expected a loss scale such as "
+            "jmp.torch_loss_scale(). The order is set_loss_scale(opt_state, new)."
         )
     if find_loss_scaling(opt_state) is None:
         raise ValueError(

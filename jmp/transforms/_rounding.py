@@ -199,7 +199,7 @@ class RandomBits:
             return None
         name = f"{self.caller} {self.seed} {path}"
         digest = hashlib.blake2b(name.encode(), digest_size=12).digest()
-        first, second, third = (np.frombuffer(digest, np.uint32)[i] for i in range(3))
+        first, second, third = np.frombuffer(digest, np.uint32)
         # A product or a cast, read by the kernels of many arrays, would be one more kernel.
         step = lax.bitcast_convert_type(count, jnp.uint32)
         # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of

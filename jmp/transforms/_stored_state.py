@@ -318,9 +318,8 @@ def _first_encoded(
     if unused and not spares:
         warnings.warn(
             f"{CALLER} has rules that matched no array of the state: "
-            f"{listed(rule[:2] for rule in unused.values())}. Check "
-            f"their spelling (paths here are {listed(seen, most=4)}); "
-            "an earlier rule may have taken every match.",
+            f"{listed(rule[:2] for rule in unused.values())}. Check their spelling (paths here are "
+            f"{listed(seen, most=4)}); an earlier rule may have taken every match.",
             UnusedRuleWarning,
             stacklevel=users_stacklevel(),
         )

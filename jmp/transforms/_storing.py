@@ -230,9 +230,8 @@ def _check_stored_as_in_init(params: optax.Params, state: Any, caller: str) -> N
                 had = "a half"
                 way = " after each update (optax.apply_updates does, eqx.apply_updates does not)"
             raise ValueError(
-                f"{caller} got params{path} of dtype {leaf.dtype}; when `init` "
-                f"was called it had {had} dtype. Keep the dtype"
-                f"{way}, cast the parameters as they were stored then "
+                f"{caller} got params{path} of dtype {leaf.dtype}; when `init` was called it had "
+                f"{had} dtype. Keep the dtype{way}, cast the parameters as they were stored then "
                 "(cast_params of the adapters), or call init again."
             )
 

@@ -59,16 +59,12 @@ def transformation(
         return placed(init(params), params)
 
     def checked_update(
-        updates: optax.Updates,
-        state: S,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: S, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, S]:
         if not isinstance(state, state_type):
             raise TypeError(
-                f"{caller} got {described(state)} as its state; expected what "
-                "tx.init(params) or tx.update returned. The order is tx.update(gradients, "
-                "state, params)."
+                f"{caller} got {described(state)} as its state; expected what tx.init(params) or "
+                "tx.update returned. The order is tx.update(gradients, state, params)."
             )
         refuse_unreduced(updates, caller)
         return update(updates, state, params, **extra_args)
@@ -99,9 +95,8 @@ def checked_inner(
             for path, leaf in leaves_by_path(params).items():
                 if not (stands_for_numbers(leaf) or isinstance(leaf, float)):
                     raise TypeError(
-                        f"{caller} got {described(leaf)} as the parameter at "
-                        f"{path or 'the root'}; expected a tree of arrays."
-                        f"{way_to_parameters(params)}"
+                        f"{caller} got {described(leaf)} as the parameter at {path or 'the root'}; "
+                        f"expected a tree of arrays.{way_to_parameters(params)}"
                     ) from error
             raise
         if find_states(state, state_type):
