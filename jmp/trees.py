@@ -87,8 +87,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     target = floating_dtype(dtype, "dtype")
     # Its class may refuse casts: a loss scale of 2**16 would be infinite in float16.
     keeps_its_dtypes = lambda node: getattr(type(node), "keeps_its_dtypes", False)
-    cast: T = jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=keeps_its_dtypes)
-    return cast
+    return jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=keeps_its_dtypes)
 
 
 def cast_to_full(tree: T) -> T:
@@ -181,10 +180,9 @@ def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) 
             f"{where_trees_differ(on_true, on_false)}. An optimizer state must keep its structure "
             "from step to step."
         )
-    selected: T = jax.tree_util.tree_map_with_path(
+    return jax.tree_util.tree_map_with_path(
         lambda path, a, b: _select_leaf(flag_of, a, b, path), on_true, on_false
     )
-    return selected
 
 
 def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tuple[Any, ...]) -> Any:
@@ -294,11 +292,10 @@ def joined(path: str, name: str) -> str:
 
 def cast_to_at_least_float32(tree: T) -> T:
     """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
-    wide: T = jax.tree.map(
+    return jax.tree.map(
         lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf,
         tree,
     )
-    return wide
 
 
 # What `jax.export` writes: exported programs take and return classes of this package.

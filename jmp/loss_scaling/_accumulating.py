@@ -241,8 +241,7 @@ def _over_devices(
     if not axes:
         return sums, value, count
     if sent == FLOAT32:
-        everywhere: tuple[PyTree, jax.Array, jax.Array] = jax.lax.psum((sums, value, count), axes)
-        return everywhere
+        return jax.lax.psum((sums, value, count), axes)
     # Sent in the range of a micro-batch's gradients, for which the loss scale was found.
     largest = jax.lax.pmax(_varying_along(axes, count), axes)
     power = _power_of_two_up_to(largest)

@@ -131,8 +131,7 @@ def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
             return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
         return leaf
 
-    result: T = jax.tree.map(scaled, tree)
-    return result
+    return jax.tree.map(scaled, tree)
 
 
 # Scales as pytrees.

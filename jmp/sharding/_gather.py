@@ -146,8 +146,7 @@ def gather_params(
     gather_all = _gathered_over_mapped_axes if mapped_axes() else _gathered_by_type
     results = iter(gather_all(parameters, cast_to, wire, mesh))
     leaves = [next(results) if is_floating(leaf) else leaf for _, leaf in paths_and_leaves]
-    gathered: T = jax.tree.unflatten(structure, leaves)
-    return gathered
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _castable(dtype: Any, role: str, default: np.dtype | None = None) -> np.dtype:
@@ -204,8 +203,7 @@ def _moved(
         return tuple(total.astype(array.dtype) for total, array in sums)
 
     move.defvjp(lambda *arrays: (move(*arrays), None), backward)
-    results: list[jax.Array] = move(*arrays)
-    return results
+    return move(*arrays)
 
 
 # Code that is mapped over devices: in shard_map, and in pmap.
@@ -345,8 +343,7 @@ def _exchanged_by_type(total: jax.Array, own: NamedSharding, route: Route) -> ja
     # Types have no word for one device's part of a sum, which they do not check then.
     explicit, parts = {*own.mesh.explicit_axes}, jax.typeof(total).sharding.spec
     shard_map: Any = partial(jax.shard_map, mesh=own.mesh, axis_names=explicit, check_vma=False)
-    summed: jax.Array = shard_map(exchange, in_specs=(parts,), out_specs=own.spec)(total)
-    return summed
+    return shard_map(exchange, in_specs=(parts,), out_specs=own.spec)(total)
 
 
 def _route_by_type(own: list[Names], whole: NamedSharding, wire: Wire) -> Route | None:

@@ -63,10 +63,7 @@ def clip_by_global_norm(
         squared = [as_jax_array(leaf) for leaf in jax.tree.leaves(updates) if is_inexact(leaf)]
         axes = axes_of_each(squared, (), axis_name)
         if not any(axes):
-            clipped: tuple[optax.Updates, optax.OptState] = on_one_device.update(
-                updates, state, params
-            )
-            return clipped
+            return on_one_device.update(updates, state, params)
         norm = jnp.sqrt(_sum_of_squares(squared, axes))
         passes = norm < max_norm
 

@@ -143,8 +143,7 @@ def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:
     """
     read = (last,) if is_on_mesh(last) else ()
     pair, *_ = lax.optimization_barrier((jnp.broadcast_to(scalar, (2,)), *read))
-    found: jax.Array = pair[0]
-    return found
+    return pair[0]
 
 
 def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
@@ -217,8 +216,7 @@ def in_kernels_of_parameters(state: T, params: optax.Params, updates: optax.Upda
             computed[alike[0]] = lax.platform_dependent(
                 first, new, *others, tpu=selected_by_all, default=lambda first, *_: first
             )
-    result: T = tree_map_with_path(lambda path, leaf: computed.get(path, leaf), state)
-    return result
+    return tree_map_with_path(lambda path, leaf: computed.get(path, leaf), state)
 
 
 def _may_share_kernel(new: jax.Array, leaf: jax.Array) -> bool:
@@ -269,5 +267,4 @@ def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
     if AxisType.Explicit not in own.mesh.axis_types or own == sharding:
         return x
     there: Any = x.sharding if is_concrete(x) else own
-    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))
-    return placed
+    return jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))

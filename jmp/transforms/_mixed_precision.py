@@ -116,10 +116,7 @@ def mixed_precision(
         _refuse_without_master(params, state, policy)
         return tx.update(updates, state, params, **extra_args)
 
-    checked: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(
-        init, mark_lowered(update, policy.compute_dtype)
-    )
-    return checked
+    return optax.GradientTransformationExtraArgs(init, mark_lowered(update, policy.compute_dtype))
 
 
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:

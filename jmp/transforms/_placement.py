@@ -117,8 +117,7 @@ def _put(state: S, params: PyTree) -> S:
             return lax.with_sharding_constraint(leaf, sharding)
         return leaf
 
-    result: S = jax.tree.map(put, state, _shardings(state, params))
-    return result
+    return jax.tree.map(put, state, _shardings(state, params))
 
 
 def _tied(state: S, params: PyTree) -> S:
@@ -155,8 +154,7 @@ def _tied(state: S, params: PyTree) -> S:
         if not _is_auto(sharding.mesh) and jax.typeof(leaf).sharding != sharding:
             leaf = jax.sharding.reshard(leaf, sharding)
         leaves[position] = lax.select(never, _in_dtype(param, leaf.dtype), leaf)
-    result: S = jax.tree.unflatten(structure, leaves)
-    return result
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _can_be_tied(leaf: Any, param: Any) -> bool:
@@ -177,8 +175,7 @@ def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
     """Returns a leaf that XLA would else shard as what it was computed from; scalars it cannot."""
     if leaf.ndim == 0 or not _is_auto(mesh):
         return leaf
-    replicated: jax.Array = lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
-    return replicated
+    return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
 def _is_auto(mesh: Any) -> bool:

@@ -91,10 +91,9 @@ def find_states(opt_state: optax.OptState, kinds: Kinds[S]) -> list[S]:
 def map_states(function: Callable[[S], S], opt_state: T, kinds: Kinds[S]) -> T:
     """Returns `opt_state` with `function` applied to every outermost state of one of `kinds`."""
     is_state: Callable[[Any], bool] = lambda node: isinstance(node, kinds)
-    mapped: T = jax.tree.map(
+    return jax.tree.map(
         lambda node: function(node) if is_state(node) else node, opt_state, is_leaf=is_state
     )
-    return mapped
 
 
 def children(node: Any) -> list[Any]:

@@ -150,10 +150,7 @@ def with_stored_state(
 
         def run(inner_state: PyTree) -> tuple[optax.Updates, PyTree]:
             decoded = decode_state(inner_state)
-            new: tuple[optax.Updates, PyTree] = optimizer.update(
-                gradients, decoded, seen, **extra_args
-            )
-            return new
+            return optimizer.update(gradients, decoded, seen, **extra_args)
 
         # Scales are found first; then all is computed again behind barriers. Without them XLA would
         # keep the new state, in float32, from one pass to the next. The first run computes only the
@@ -224,8 +221,7 @@ def encode_state(opt_state: S, values: PyTree) -> S:
     dtype('uint8')
     """
     encode = lambda old, new: encoded(new, old.kind) if is_stored(old) else new
-    stored: S = jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
-    return stored
+    return jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
 
 
 def _peaks_like(

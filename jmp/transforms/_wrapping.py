@@ -69,8 +69,7 @@ def transformation(
         refuse_unreduced(updates, caller)
         return update(updates, state, params, **extra_args)
 
-    tx: Transformation[S] = optax.GradientTransformationExtraArgs(placed_init, checked_update)
-    return tx
+    return optax.GradientTransformationExtraArgs(placed_init, checked_update)
 
 
 def checked_inner(
