@@ -171,11 +171,10 @@ def vjp_at(
 ) -> Any:
     """Returns `jax.vjp` of a function of arrays, with respect to the arrays at `positions`."""
 
-    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
-
     def of_some(*some: Any) -> Any:
         return function(*replaced(arrays, positions, some))
 
+    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
     return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
 
 

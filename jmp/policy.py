@@ -30,7 +30,7 @@ from jmp.trees import cast_floating
 
 T = TypeVar("T")
 
-# How each field is called in text: the letter that `str` writes, and a word.
+# How each field, in their order, is called in text: the letter that `str` writes, and a word.
 _KEYS = {
     "param_dtype": ("p", "params"),
     "compute_dtype": ("c", "compute"),
@@ -113,15 +113,8 @@ class Policy:
         product_dtype: DTypeLike | None = None,
         result_dtype: DTypeLike | None = None,
     ) -> None:
-        given = {
-            "param_dtype": param_dtype,
-            "compute_dtype": compute_dtype,
-            "output_dtype": output_dtype,
-            "reduce_dtype": reduce_dtype,
-            "product_dtype": product_dtype,
-            "result_dtype": result_dtype,
-        }
-        for name, dtype in given.items():
+        given = param_dtype, compute_dtype, output_dtype, reduce_dtype, product_dtype, result_dtype
+        for name, dtype in zip(_KEYS, given, strict=True):
             object.__setattr__(self, name, _checked_dtype(dtype, name))
 
     def cast_to_param(self, tree: T) -> T:

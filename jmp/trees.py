@@ -173,8 +173,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) -> T:
     """Selects as `select_tree` does, each leaf that holds numbers by the flag `flag_of(leaf)`."""
     first: Any = jax.tree.structure(on_true)
-    second: Any = jax.tree.structure(on_false)
-    if first != second:
+    if first != jax.tree.structure(on_false):
         raise ValueError(
             "select_tree got trees of different structure: "
             f"{where_trees_differ(on_true, on_false)}. An optimizer state must keep its structure "

@@ -290,7 +290,7 @@ def _power_of_two_up_to(count: jax.Array) -> jax.Array:
     [1.0, 1.0, 512.0, 8388608.0]
     """
     exponent = jax.lax.bitcast_convert_type(count.astype(FLOAT32), jnp.uint32) & 0x7F800000
-    power: jax.Array = jax.lax.bitcast_convert_type(exponent, FLOAT32)
+    power = jax.lax.bitcast_convert_type(exponent, FLOAT32)
     return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
 
 

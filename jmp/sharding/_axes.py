@@ -103,8 +103,7 @@ def agreed(
     axes = tuple(axis for axis in found if axis not in apart)
     if not axes:
         return flag
-    everywhere: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axes)
-    return everywhere.astype(jnp.bool_)
+    return jax.lax.pmin(flag.astype(jnp.int32), axes).astype(jnp.bool_)
 
 
 def axes_of_each(

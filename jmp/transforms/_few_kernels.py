@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
@@ -264,7 +264,7 @@ def in_order_of_axes(gradients: PyTree) -> PyTree:
 def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
     """Returns an array with another sharding on a mesh whose axes are explicit; else as it is."""
     own = jax.typeof(x).sharding
-    if AxisType.Explicit not in own.mesh.axis_types or own == sharding:
+    if not own.mesh.explicit_axes or own == sharding:
         return x
     there: Any = x.sharding if is_concrete(x) else own
     return jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))

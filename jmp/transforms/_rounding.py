@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
@@ -247,8 +247,7 @@ def global_index(
     divided = _names_by_axis(like, path, spec)
     parts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in divided]
     sharding = jax.typeof(like).sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    place: Any = {"out_sharding": sharding} if is_explicit else {}
+    place: Any = {"out_sharding": sharding} if sharding.mesh.explicit_axes else {}
     index, stride = jnp.zeros((), jnp.uint32), 1
     for axis in reversed(range(like.ndim)):
         # From the devices' own axes XLA divides the numbers among them; one long vector it would

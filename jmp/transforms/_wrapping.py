@@ -150,8 +150,7 @@ def structures_compared(
         yield
     except (TypeError, ValueError) as error:
         got: Any = jax.tree.structure(gradients)
-        expected: Any = jax.tree.structure(params)
-        if params is None or got == expected:
+        if params is None or got == jax.tree.structure(params):
             raise
         raise ValueError(
             f"{caller} got gradients of another structure than the parameters: of gradients and "
