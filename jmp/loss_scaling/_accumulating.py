@@ -25,6 +25,7 @@ from jmp.sharding._sums import add_up_all
 from jmp.trees import (
     PyTree,
     all_finite,
+    array_if_any,
     as_jax_array,
     holds_numbers,
     is_complex,
@@ -268,10 +269,7 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
 def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
     """Returns the weight of a micro-batch, as a scalar of at least float32."""
     result = weight(*batch)
-    try:
-        count = jnp.asarray(result)
-    except (TypeError, ValueError):
-        count = None
+    count = array_if_any(result)
     counts = jnp.integer, jnp.bool_, jnp.float32, jnp.float64  # exactly
     if count is None or count.ndim or not any(jnp.issubdtype(count.dtype, k) for k in counts):
         got = described(result) if count is None else shape_text(count)

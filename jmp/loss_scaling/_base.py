@@ -31,9 +31,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp._messages import PrecisionWarning, wrong
+from jmp._messages import PrecisionWarning, users_stacklevel, wrong
 from jmp.dtypes import at_least_float32
-from jmp.trees import as_jax_array, is_array, is_complex, is_floating, register_for_export
+from jmp.trees import (
+    array_if_any,
+    as_jax_array,
+    is_array,
+    is_complex,
+    is_floating,
+    register_for_export,
+)
 
 T = TypeVar("T")
 
@@ -267,7 +274,7 @@ def _warn_if_integer(value: object, name: str) -> None:
     dtype = value.dtype if is_array(value) else np.result_type(type(value))
     if not jnp.issubdtype(dtype, jnp.floating):
         text = f"Expected floating type for {name}, got {dtype}"
-        warnings.warn(text, PrecisionWarning, stacklevel=5)
+        warnings.warn(text, PrecisionWarning, stacklevel=users_stacklevel())
 
 
 # The check of the argument of `adjust`.
@@ -276,10 +283,9 @@ def _warn_if_integer(value: object, name: str) -> None:
 def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
     """Returns the flag of `adjust` as a bool array of the scale's shape."""
     expected = "a boolean, as jmp.all_finite(gradients) returns it"
-    try:
-        flag = jnp.asarray(grads_finite)
-    except (TypeError, ValueError):
-        raise wrong(TypeError, "adjust", grads_finite, expected) from None
+    flag = array_if_any(grads_finite)
+    if flag is None:
+        raise wrong(TypeError, "adjust", grads_finite, expected)
     if flag.dtype != jnp.bool_:
         raise TypeError(f"adjust got grads_finite of dtype {flag.dtype}; expected {expected}.")
     if flag.shape != jnp.shape(scale):

@@ -16,7 +16,7 @@ from jmp._messages import PrecisionWarning, check_function, described, framework
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._static import StaticLossScale
-from jmp.trees import is_inexact
+from jmp.trees import array_if_any, is_inexact
 
 P = ParamSpec("P")
 
@@ -137,10 +137,7 @@ def pair_of(result: Any, expected: str) -> tuple[Any, Any]:
 
 
 def _checked_loss(loss: object) -> jax.Array:
-    try:
-        array = jnp.asarray(loss)
-    except (TypeError, ValueError):
-        array = None
+    array = array_if_any(loss)
     if array is None or array.ndim != 0 or not is_castable(array.dtype):
         got = shape_text(array) if array is not None else described(loss)
         hint = (

@@ -29,12 +29,7 @@ from jmp.transforms._few_kernels import (
     in_order_of_axes,
     read_from_array,
 )
-from jmp.transforms._wrapping import (
-    Transformation,
-    checked_inner,
-    transformation,
-    with_gradients,
-)
+from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
 from jmp.trees import (
     PyTree,
     cast_to_at_least_float32,

@@ -23,11 +23,7 @@ from jax.typing import DTypeLike
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.transforms import _states
-from jmp.transforms._few_kernels import (
-    count_by_size,
-    in_kernels_of_parameters,
-    in_order_of_axes,
-)
+from jmp.transforms._few_kernels import count_by_size, in_kernels_of_parameters, in_order_of_axes
 from jmp.transforms._loss_scaling import WithLossScaleState
 from jmp.transforms._rounding import RandomBits, difference_to, needs_master, rounded, widened
 from jmp.transforms._states import STORAGES
