@@ -62,14 +62,6 @@ def as_jax_array(leaf: AnyArray | complex) -> jax.Array:
     return jnp.asarray(leaf)
 
 
-def array_if_any(value: object) -> jax.Array | None:
-    """Returns a value as a JAX array; None if it cannot be made one."""
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
     """Casts one leaf if it is floating; a leaf that has the dtype already is returned as it is."""
     if not is_floating(leaf) or leaf.dtype == dtype:

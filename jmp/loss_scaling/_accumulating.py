@@ -18,19 +18,11 @@ from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
 from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable
-from jmp.loss_scaling._base import LossScale, multiply_tree
+from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
 from jmp.sharding._sums import add_up_all
-from jmp.trees import (
-    PyTree,
-    all_finite,
-    array_if_any,
-    as_jax_array,
-    holds_numbers,
-    is_complex,
-    is_floating,
-)
+from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
 P = ParamSpec("P")
 Skip = Literal["window", "micro_batch"]

@@ -5,7 +5,8 @@
   - scales as pytrees: `register_state`, `replace_leaves`;
   - checks of the arguments of constructors: numbers that stay (`concrete_number`, `plain_number`,
     `scale_bound`, `static_scale`) and leaves (`dynamic_scale`, `step_count`);
-  - the check of the argument of `adjust`: `finite_flag`.
+  - the check of the argument of `adjust`, and of other values that should be arrays: `finite_flag`,
+    `array_if_any`.
 
 The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then
 exact, and scaling commutes with rounding. It is float32 and never half, because 2**16 is already
@@ -33,14 +34,7 @@ from jax.typing import ArrayLike
 
 from jmp._messages import PrecisionWarning, users_stacklevel, wrong
 from jmp.dtypes import at_least_float32
-from jmp.trees import (
-    array_if_any,
-    as_jax_array,
-    is_array,
-    is_complex,
-    is_floating,
-    register_for_export,
-)
+from jmp.trees import as_jax_array, is_array, is_complex, is_floating, register_for_export
 
 T = TypeVar("T")
 
@@ -277,7 +271,7 @@ def _warn_if_integer(value: object, name: str) -> None:
         warnings.warn(text, PrecisionWarning, stacklevel=users_stacklevel())
 
 
-# The check of the argument of `adjust`.
+# The check of the argument of `adjust`, and of other values that should be arrays.
 
 
 def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
@@ -294,3 +288,11 @@ def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
             "all gradients, as jmp.all_finite returns it."
         )
     return flag
+
+
+def array_if_any(value: object) -> jax.Array | None:
+    """Returns a value as a JAX array; None if it cannot be made one."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        return None
