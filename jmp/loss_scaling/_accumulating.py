@@ -262,8 +262,8 @@ def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array
     """Returns the weight of a micro-batch, as a scalar of at least float32."""
     result = weight(*batch)
     count = array_if_any(result)
-    counts = jnp.integer, jnp.bool_, jnp.float32, jnp.float64  # exactly
-    if count is None or count.ndim or not any(jnp.issubdtype(count.dtype, k) for k in counts):
+    exact = jnp.integer, jnp.bool_, jnp.float32, jnp.float64
+    if count is None or count.ndim or not any(jnp.issubdtype(count.dtype, k) for k in exact):
         got = described(result) if count is None else shape_text(count)
         raise TypeError(
             f"The function weight returned {got}; expected a float32 or integer scalar, such as "

@@ -209,10 +209,8 @@ def scale_bound(value: object, name: str) -> float:
 
 def static_scale(value: object) -> float:
     """Returns the constant of a static scale as a Python float; zero can be held, not used."""
-    number = concrete_number(value, "StaticLossScale")
-    if not np.isfinite(number) or number < 0:
-        expected = "a finite number that is not negative, such as 512"
-        raise wrong(ValueError, "StaticLossScale", value, expected)
+    expected = "a finite number that is not negative, such as 512"
+    number = float(plain_number(value, "StaticLossScale", lambda n: 0 <= n < math.inf, expected))
     # Float32 is what it multiplies in.
     clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
     return 0.0 if number == 0 else float(clipped)

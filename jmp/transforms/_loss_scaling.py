@@ -147,10 +147,7 @@ def with_loss_scale(
         )
 
     def update(
-        updates: optax.Updates,
-        state: WithLossScaleState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithLossScaleState]:
         scale, old = state.loss_scale, state.inner_state
 

@@ -108,10 +108,7 @@ def mixed_precision(
         return state
 
     def update(
-        updates: optax.Updates,
-        state: WithLossScaleState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithLossScaleState]:
         _refuse_without_master(params, state, policy)
         return tx.update(updates, state, params, **extra_args)

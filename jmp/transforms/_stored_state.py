@@ -140,10 +140,7 @@ def with_stored_state(
         return WithStoredStateState(jnp.zeros([], jnp.int32), stored_state)
 
     def update(
-        updates: optax.Updates,
-        state: WithStoredStateState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: WithStoredStateState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithStoredStateState]:
         gradients, seen = cast_to_at_least_float32((updates, params))
         extra_args = with_gradients(extra_args, updates, gradients)

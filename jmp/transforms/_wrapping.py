@@ -106,10 +106,7 @@ def checked_inner(
         return _without_weak_types(state)
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         with structures_compared(updates, params, caller):
             new_updates, new_state = inside.update(updates, state, params, **extra_args)
