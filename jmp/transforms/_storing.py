@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp import _jax_compat
@@ -170,7 +170,7 @@ def stored_by(
                 f"{caller} got no params; call update(gradients, state, params): the "
                 "update is the difference between the new masters and the parameters."
             )
-        _check_stored_as_in_init(params, state, caller)
+        _check_stored_as_in_init(params, state[0], caller)
 
         # Run the optimizer on the values.
         old = jax.tree.map(value_of, params, state[0])
@@ -216,9 +216,9 @@ def _refuse_around(inner_state: optax.OptState, caller: str) -> None:
         )
 
 
-def _check_stored_as_in_init(params: optax.Params, state: Any, caller: str) -> None:
+def _check_stored_as_in_init(params: optax.Params, kept: PyTree, caller: str) -> None:
     """Raises ValueError if parameters have changed between half and another dtype."""
-    with_master = _states.kept_by_path(state)
+    with_master = {keystr(p) for p, _ in tree_leaves_with_path(kept, is_leaf=_states.is_kept)}
     for path, leaf in leaves_by_path(params).items():
         if needs_master(leaf) != (path in with_master):
             had, way = "no half", ""

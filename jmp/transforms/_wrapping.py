@@ -109,8 +109,7 @@ def checked_inner(
         updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         with structures_compared(updates, params, caller):
-            new_updates, new_state = inside.update(updates, state, params, **extra_args)
-        return new_updates, new_state
+            return inside.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
