@@ -21,14 +21,7 @@ from jmp._messages import described
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
-from jmp.transforms import _states
-from jmp.transforms._few_kernels import (
-    flag_by_size,
-    gradients_finite,
-    in_kernels_of_parameters,
-    in_order_of_axes,
-    read_from_array,
-)
+from jmp.transforms import _few_kernels, _states
 from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
 from jmp.trees import (
     PyTree,
@@ -152,7 +145,7 @@ def with_loss_scale(
         scale, old = state.loss_scale, state.inner_state
 
         # Unscale, in at least float32.
-        gradients = scale.unscale(cast_to_at_least_float32(in_order_of_axes(updates)))
+        gradients = scale.unscale(cast_to_at_least_float32(_few_kernels.in_order_of_axes(updates)))
 
         # Run `inner`, as if the gradients were finite.
         seen = _in_float32(params, old)
@@ -162,11 +155,11 @@ def with_loss_scale(
             return new_updates, state._replace(inner_state=new)
 
         # Check the gradients. Devices that share the scale agree.
-        finite = agreed(gradients_finite(gradients), scale, axis_name)
-        finite = read_from_array(finite, state.grads_finite)
+        finite = agreed(_few_kernels.gradients_finite(gradients), scale, axis_name)
+        finite = _few_kernels.read_from_array(finite, state.grads_finite)
 
         # Select the step; or the state as it was, and updates that change nothing.
-        flag_of = flag_by_size(finite)
+        flag_of = _few_kernels.flag_by_size(finite)
 
         def zero_if_skipped(update: Any) -> Any:
             if getattr(update, "dtype", None) == jax.dtypes.float0:
@@ -185,7 +178,7 @@ def with_loss_scale(
             inner_state=select_leaves(flag_of, new, old),
         )
         # After the selects: they return other arrays than those that parameters are computed from.
-        return new_updates, in_kernels_of_parameters(new_state, params, new_updates)
+        return new_updates, _few_kernels.in_kernels_of_parameters(new_state, params, new_updates)
 
     return transformation(init, update, "with_loss_scale", WithLossScaleState)
 
