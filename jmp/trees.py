@@ -50,7 +50,7 @@ def is_floating(leaf: object) -> TypeGuard[AnyArray]:
     return is_array(leaf) and is_castable(leaf.dtype)
 
 
-def is_inexact(leaf: object) -> bool:
+def is_inexact_array(leaf: object) -> bool:
     """Returns whether `leaf` is an array of what can be differentiated: real floats, or complex."""
     return is_floating(leaf) or is_complex(leaf)
 
@@ -134,7 +134,7 @@ def all_finite(tree: PyTree) -> jax.Array:
         checks = [
             jnp.isfinite(as_jax_array(leaf)).all()
             for leaf in jax.tree.leaves(tree)
-            if is_inexact(leaf) or isinstance(leaf, float | complex)
+            if is_inexact_array(leaf) or isinstance(leaf, float | complex)
         ]
     return jnp.stack(checks).all() if checks else jnp.array(True)
 

@@ -16,7 +16,7 @@ from jmp._messages import PrecisionWarning, check_function, described, framework
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any
 from jmp.loss_scaling._static import StaticLossScale
-from jmp.trees import is_inexact
+from jmp.trees import is_inexact_array
 
 P = ParamSpec("P")
 
@@ -192,8 +192,8 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):
         framework = framework_of(model)
-        is_module = framework == "flax.nnx"
-        if framework is None or (not is_module and all(map(is_inexact, jax.tree.leaves(model)))):
+        is_tree = framework != "flax.nnx" and all(map(is_inexact_array, jax.tree.leaves(model)))
+        if framework is None or is_tree:
             continue
         raise TypeError(
             f"{caller} got {described(model)} of {framework}; expected a tree of parameters."

@@ -14,7 +14,7 @@ from jmp._messages import wrong
 from jmp.dtypes import at_least_float32
 from jmp.sharding._axes import AxisName, axes_of_each, axis_names
 from jmp.transforms._wrapping import refuse_unreduced
-from jmp.trees import as_jax_array, is_array, is_floating, is_inexact
+from jmp.trees import as_jax_array, is_array, is_floating, is_inexact_array
 
 
 def clip_by_global_norm(
@@ -60,7 +60,8 @@ def clip_by_global_norm(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         refuse_unreduced(updates, "clip_by_global_norm")
-        squared = [as_jax_array(leaf) for leaf in jax.tree.leaves(updates) if is_inexact(leaf)]
+        leaves = filter(is_inexact_array, jax.tree.leaves(updates))
+        squared = list(map(as_jax_array, leaves))
         axes = axes_of_each(squared, (), axis_name)
         if not any(axes):
             return on_one_device.update(updates, state, params)
@@ -68,7 +69,7 @@ def clip_by_global_norm(
         passes = norm < max_norm
 
         def clip(leaf: Any) -> Any:
-            if not is_inexact(leaf):
+            if not is_inexact_array(leaf):
                 return leaf
             wide = leaf.astype(at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
             shorter = (wide / norm.astype(wide.dtype)) * max_norm

@@ -22,7 +22,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jmp._jax_compat import is_concrete, varying_axes
 from jmp.transforms._placement import is_on_mesh, parameter_path
 from jmp.transforms._rounding import needs_master
-from jmp.trees import PyTree, all_finite, as_jax_array, is_inexact
+from jmp.trees import PyTree, all_finite, as_jax_array, is_inexact_array
 
 T = TypeVar("T")
 SAME_SHAPE_TOGETHER = 8
@@ -51,7 +51,7 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     >>> bool(gradients_finite({"w": jnp.ones((2, 3)), "b": jnp.array([jnp.inf])}))
     False
     """
-    leaves = [as_jax_array(leaf) for leaf in jax.tree.leaves(gradients) if is_inexact(leaf)]
+    leaves = [as_jax_array(leaf) for leaf in jax.tree.leaves(gradients) if is_inexact_array(leaf)]
     if any(map(may_be_sharded, leaves)):
         return all_finite(leaves)
 

@@ -126,7 +126,7 @@ def with_loss_scale(
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
         inner_state = optimizer.init(params)
-        seen = _in_float32(params, inner_state)
+        seen = _seen_by_inner(params, inner_state)
         if any(map(operator.is_not, jax.tree.leaves(seen), jax.tree.leaves(params))):
             inner_state = optimizer.init(seen)
         _states.check_nothing_changes_masters(inner_state)
@@ -148,7 +148,7 @@ def with_loss_scale(
         gradients = scale.unscale(cast_to_at_least_float32(_few_kernels.in_order_of_axes(updates)))
 
         # Run `inner`, as if the gradients were finite.
-        seen = _in_float32(params, old)
+        seen = _seen_by_inner(params, old)
         extra_args = with_gradients(extra_args, updates, gradients)
         new_updates, new = optimizer.update(gradients, old, seen, **extra_args)
         if isinstance(scale, NoOpLossScale):
@@ -183,8 +183,8 @@ def with_loss_scale(
     return transformation(init, update, "with_loss_scale", WithLossScaleState)
 
 
-def _in_float32(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
-    """Returns `params` in at least float32, but for those that `inner_state` has masters of.
+def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
+    """Returns `params` as `inner` sees them: in at least float32, but for those that have masters.
 
     Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
     second moment stalls in bfloat16.
