@@ -157,7 +157,7 @@ class Policy:
         return f"Policy({', '.join(arguments)})"
 
 
-def _given_dtypes(policy: Policy) -> dict[str, ScalarType]:
+def _given_dtypes(policy: Policy) -> dict[str, Any]:
     """Returns the dtypes that a policy says, by field."""
     dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
@@ -301,7 +301,7 @@ def get_policy(policy: str | Policy) -> Policy:
 def _dtypes_called(name: str) -> dict[str, Any]:
     """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
     if name in _NAMED:
-        return dict(_given_dtypes(get_policy(_NAMED[name])))
+        return _given_dtypes(get_policy(_NAMED[name]))
     try:
         dtype = parse_dtype(name, _NAMED)
     except ValueError as error:

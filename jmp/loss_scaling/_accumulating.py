@@ -20,7 +20,7 @@ from jmp._messages import check_function, described, did_you_mean, listed, shape
 from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
-from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
+from jmp.sharding._axes import agreed, axis_names, made_varying
 from jmp.sharding._sums import add_up_all
 from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
@@ -161,7 +161,8 @@ def accumulated_value_and_grad(
             aux = _stacked(aux)
         else:
             # Parameters vary along the axes, or each turn would reduce gradients over them.
-            parameters = [_varying_along(axes, args[number]) for number in trained]
+            varying = functools.partial(made_varying, axes=axes)
+            parameters = [jax.tree.map(varying, args[number]) for number in trained]
             whole = replaced(args, trained, parameters)
             batch = [args[place] for place in places]
 
@@ -217,16 +218,6 @@ def _stacked(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 
-def _varying_along(axes: Sequence[str], tree: PyTree) -> PyTree:
-    """Returns parameters whose gradients shard_map leaves to each device, along `axes`."""
-
-    def cast(leaf: Any) -> Any:
-        missing = set(mapped_axes()) & set(axes) - varying_axes(leaf)
-        return made_varying(leaf, tuple(sorted(missing)))
-
-    return jax.tree.map(cast, tree)
-
-
 def _over_devices(
     sums: PyTree, value: jax.Array, count: jax.Array, axes: tuple[str, ...], sent: np.dtype
 ) -> tuple[PyTree, jax.Array, jax.Array]:
@@ -236,7 +227,7 @@ def _over_devices(
     if sent == FLOAT32:
         return jax.lax.psum((sums, value, count), axes)
     # Sent in the range of a micro-batch's gradients, for which the loss scale was found.
-    largest = jax.lax.pmax(_varying_along(axes, count), axes)
+    largest = jax.lax.pmax(made_varying(count, axes), axes)
     power = _power_of_two_up_to(largest)
     power = jnp.where(power < largest, 2 * power, power)
     leaves, structure = jax.tree.flatten(sums)

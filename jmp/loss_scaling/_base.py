@@ -1,7 +1,7 @@
 """The common parts of all loss scales, in this order.
 
   - the interface: `LossScale`;
-  - the arithmetic of scaling a tree: `multiply_tree`, `divide_tree`;
+  - the arithmetic of scaling a tree: `multiply_tree`;
   - scales as pytrees: `register_state`, `replace_leaves`;
   - checks of the arguments of constructors: numbers that stay (`concrete_number`, `plain_number`,
     `scale_bound`, `static_scale`) and leaves (`dynamic_scale`, `step_count`);
@@ -82,7 +82,8 @@ class LossScale(abc.ABC):
 
         Half gradients are cast *first*: divided in float16 they would flush to zero again.
         """
-        return divide_tree(tree, self.loss_scale)
+        # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
+        return _scaled(tree, lambda dtype: 1 / jnp.asarray(self.loss_scale, dtype))
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
@@ -104,12 +105,6 @@ class LossScale(abc.ABC):
 def multiply_tree(tree: T, factor: ArrayLike) -> T:
     """Multiplies the floating and complex leaves of `tree` by float32 `factor`."""
     return _scaled(tree, lambda dtype: jnp.asarray(factor, dtype))
-
-
-def divide_tree(tree: T, divisor: ArrayLike) -> T:
-    """Multiplies the floating and complex leaves of `tree` by the reciprocal of `divisor`."""
-    # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
-    return _scaled(tree, lambda dtype: 1 / jnp.asarray(divisor, dtype))
 
 
 def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
