@@ -34,7 +34,7 @@ def are_tracked() -> bool:
 
 
 def made_varying(value: Any, axes: Iterable[str]) -> Any:
-    """Returns `value` as one that varies along mapped axes, so that AD adds nothing up along them."""
+    """Returns `value` as varying along mapped axes, so that AD adds nothing up along them."""
     missing = tuple(sorted({*axes}.intersection(mapped_axes()) - varying_axes(value)))
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
