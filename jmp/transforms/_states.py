@@ -137,8 +137,8 @@ def locate_storing(opt_state: optax.OptState) -> list[tuple[Any, Around]]:
 def kept_by_path(opt_state: optax.OptState) -> dict[str, tuple[Any, Any]]:
     """Returns what is kept beside each half parameter, and by which `ParameterStorage`.
 
-    Of whatever group, by the path (`keystr`) of the parameter. What is kept is an array, or an
-    `EmptyState` for a storage that keeps nothing.
+    The keys are the paths (`keystr`) of the parameters of all groups. Beside a parameter there is
+    an array, or an `EmptyState` if its storage keeps nothing.
     """
     return {
         keystr(path): (beside, STORAGES[type(state)])
