@@ -42,11 +42,11 @@ class Worker:
 
         if check is not None:
             from benchmarks.finite_checks import CHECKS
-            from jmp.transforms import _loss_scaling
+            from jmp.transforms import _few_kernels
 
             chosen = CHECKS[check]
             # There is no option for it; this process counts one check and ends.
-            _loss_scaling.gradients_finite = lambda tree: chosen(jax.tree.leaves(tree))
+            _few_kernels.gradients_finite = lambda tree: chosen(jax.tree.leaves(tree))
 
         training, *arguments = self._training(workloads.find(workload, rehearse))
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)

@@ -130,8 +130,8 @@ class ArrayCall:
 
 def argument_numbers(
     argnums: int | Sequence[int], count: int, caller: str, name: str = "argnums"
-) -> set[int]:
-    """Returns the numbers of the arguments that `argnums` names, counted from the first.
+) -> list[int]:
+    """Returns the numbers of the arguments that `argnums` names, each once, counted from the first.
 
     Args:
       argnums: as in `jax.grad`.
@@ -148,7 +148,7 @@ def argument_numbers(
         way_out = "Arguments given by keyword have none: give them by position"
         expected = f"numbers of its {count} args. {way_out}"
         raise wrong(ValueError, caller, argnums, expected, name=name)
-    return {number % count for number in numbers}
+    return list(dict.fromkeys(number % count for number in numbers))
 
 
 def replaced(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]) -> list[Any]:
@@ -171,11 +171,10 @@ def vjp_at(
 ) -> Any:
     """Returns `jax.vjp` of a function of arrays, with respect to the arrays at `positions`."""
 
-    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
-
     def of_some(*some: Any) -> Any:
         return function(*replaced(arrays, positions, some))
 
+    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
     return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
 
 

@@ -57,8 +57,7 @@ def scalar_type(dtype: DTypeLike) -> ScalarType:
     >>> scalar_type(np.dtype("float16")) is jnp.float16
     True
     """
-    found: ScalarType = getattr(jnp, np.dtype(dtype).name)
-    return found
+    return getattr(jnp, np.dtype(dtype).name)
 
 
 def half_dtype() -> ScalarType:

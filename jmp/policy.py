@@ -30,7 +30,7 @@ from jmp.trees import cast_floating
 
 T = TypeVar("T")
 
-# How each field is called in text: the letter that `str` writes, and a word.
+# How each field, in their order, is called in text: the letter that `str` writes, and a word.
 _KEYS = {
     "param_dtype": ("p", "params"),
     "compute_dtype": ("c", "compute"),
@@ -113,15 +113,8 @@ class Policy:
         product_dtype: DTypeLike | None = None,
         result_dtype: DTypeLike | None = None,
     ) -> None:
-        given = {
-            "param_dtype": param_dtype,
-            "compute_dtype": compute_dtype,
-            "output_dtype": output_dtype,
-            "reduce_dtype": reduce_dtype,
-            "product_dtype": product_dtype,
-            "result_dtype": result_dtype,
-        }
-        for name, dtype in given.items():
+        given = param_dtype, compute_dtype, output_dtype, reduce_dtype, product_dtype, result_dtype
+        for name, dtype in zip(_KEYS, given, strict=True):
             object.__setattr__(self, name, _checked_dtype(dtype, name))
 
     def cast_to_param(self, tree: T) -> T:
@@ -164,7 +157,7 @@ class Policy:
         return f"Policy({', '.join(arguments)})"
 
 
-def _given_dtypes(policy: Policy) -> dict[str, ScalarType]:
+def _given_dtypes(policy: Policy) -> dict[str, Any]:
     """Returns the dtypes that a policy says, by field."""
     dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
@@ -308,7 +301,7 @@ def get_policy(policy: str | Policy) -> Policy:
 def _dtypes_called(name: str) -> dict[str, Any]:
     """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
     if name in _NAMED:
-        return dict(_given_dtypes(get_policy(_NAMED[name])))
+        return _given_dtypes(get_policy(_NAMED[name]))
     try:
         dtype = parse_dtype(name, _NAMED)
     except ValueError as error:

@@ -50,6 +50,11 @@ def is_floating(leaf: object) -> TypeGuard[AnyArray]:
     return is_array(leaf) and is_castable(leaf.dtype)
 
 
+def is_inexact_array(leaf: object) -> bool:
+    """Returns whether `leaf` is an array of what can be differentiated: real floats, or complex."""
+    return is_floating(leaf) or is_complex(leaf)
+
+
 def as_jax_array(leaf: AnyArray | complex) -> jax.Array:
     """Returns an array leaf as a JAX array, in the machine's byte order."""
     if isinstance(leaf, np.ndarray):
@@ -82,8 +87,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     target = floating_dtype(dtype, "dtype")
     # Its class may refuse casts: a loss scale of 2**16 would be infinite in float16.
     keeps_its_dtypes = lambda node: getattr(type(node), "keeps_its_dtypes", False)
-    cast: T = jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=keeps_its_dtypes)
-    return cast
+    return jax.tree.map(lambda x: cast_leaf(x, target), tree, is_leaf=keeps_its_dtypes)
 
 
 def cast_to_full(tree: T) -> T:
@@ -130,11 +134,9 @@ def all_finite(tree: PyTree) -> jax.Array:
         checks = [
             jnp.isfinite(as_jax_array(leaf)).all()
             for leaf in jax.tree.leaves(tree)
-            if is_floating(leaf) or is_complex(leaf) or isinstance(leaf, float | complex)
+            if is_inexact_array(leaf) or isinstance(leaf, float | complex)
         ]
-    if not checks:
-        return jnp.array(True)
-    return jnp.stack(checks).all()
+    return jnp.stack(checks).all() if checks else jnp.array(True)
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
@@ -171,17 +173,15 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) -> T:
     """Selects as `select_tree` does, each leaf that holds numbers by the flag `flag_of(leaf)`."""
     first: Any = jax.tree.structure(on_true)
-    second: Any = jax.tree.structure(on_false)
-    if first != second:
+    if first != jax.tree.structure(on_false):
         raise ValueError(
             "select_tree got trees of different structure: "
             f"{where_trees_differ(on_true, on_false)}. An optimizer state must keep its structure "
             "from step to step."
         )
-    selected: T = jax.tree_util.tree_map_with_path(
+    return jax.tree_util.tree_map_with_path(
         lambda path, a, b: _select_leaf(flag_of, a, b, path), on_true, on_false
     )
-    return selected
 
 
 def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tuple[Any, ...]) -> Any:
@@ -291,11 +291,10 @@ def joined(path: str, name: str) -> str:
 
 def cast_to_at_least_float32(tree: T) -> T:
     """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
-    wide: T = jax.tree.map(
+    return jax.tree.map(
         lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf,
         tree,
     )
-    return wide
 
 
 # What `jax.export` writes: exported programs take and return classes of this package.

@@ -13,9 +13,8 @@ from jmp.loss_scaling import LossScale, NoOpLossScale, UnscaledLossWarning, scal
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
-from jmp.transforms._loss_scale_state import find_loss_scaling
-from jmp.transforms._loss_scaling import WithLossScaleState
-from jmp.trees import PyTree, is_complex, is_floating, register_for_export, select_leaves
+from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
+from jmp.trees import PyTree, is_floating, is_inexact_array, register_for_export, select_leaves
 
 T = TypeVar("T")
 
@@ -117,7 +116,7 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
         raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
     name = "model" if own else "params"
     refuse_other_models(model, "train_step", name, own, kind)
-    if not any(is_floating(leaf) or is_complex(leaf) for leaf in jax.tree.leaves(model)):
+    if not any(map(is_inexact_array, jax.tree.leaves(model))):
         expected = f"{kind}, with a floating array"
         raise wrong(ValueError, "train_step", model, expected, name=name, more=_ORDER)
 

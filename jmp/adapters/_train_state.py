@@ -30,10 +30,10 @@ from jmp.loss_scaling import (
     StaticLossScale,
 )
 from jmp.transforms import StoredArray
-from jmp.transforms._loss_scale_state import check_order, find_loss_scaling
-from jmp.transforms._masters import follow_replaced
+from jmp.transforms._loss_scaling import check_order, find_loss_scaling
 from jmp.transforms._placement import placed
 from jmp.transforms._states import check_half_ones_are_seen
+from jmp.transforms._storing import follow_replaced
 from jmp.transforms._wrapping import structures_compared
 from jmp.trees import PyTree, is_array, leaves_by_path, register_for_export
 

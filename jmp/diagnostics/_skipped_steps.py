@@ -9,7 +9,7 @@ from jmp import _jax_compat
 from jmp._messages import described, wrong
 from jmp.loss_scaling import StaticLossScale
 from jmp.transforms import WithLossScaleState
-from jmp.transforms._loss_scale_state import find_loss_scaling
+from jmp.transforms._loss_scaling import find_loss_scaling
 from jmp.trees import PyTree
 
 

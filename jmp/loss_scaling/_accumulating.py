@@ -17,19 +17,12 @@ from jax.typing import DTypeLike
 from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
-from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable, is_half
-from jmp.loss_scaling._base import LossScale, multiply_tree
+from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable
+from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
-from jmp.sharding._axes import agreed, axis_names, made_varying, mapped_axes
+from jmp.sharding._axes import agreed, axis_names, made_varying
 from jmp.sharding._sums import add_up_all
-from jmp.trees import (
-    PyTree,
-    all_finite,
-    as_jax_array,
-    holds_numbers,
-    is_complex,
-    is_floating,
-)
+from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
 P = ParamSpec("P")
 Skip = Literal["window", "micro_batch"]
@@ -168,7 +161,8 @@ def accumulated_value_and_grad(
             aux = _stacked(aux)
         else:
             # Parameters vary along the axes, or each turn would reduce gradients over them.
-            parameters = [_varying_along(axes, args[number]) for number in trained]
+            varying = functools.partial(made_varying, axes=axes)
+            parameters = [jax.tree.map(varying, args[number]) for number in trained]
             whole = replaced(args, trained, parameters)
             batch = [args[place] for place in places]
 
@@ -224,16 +218,6 @@ def _stacked(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 
-def _varying_along(axes: Sequence[str], tree: PyTree) -> PyTree:
-    """Returns parameters whose gradients shard_map leaves to each device, along `axes`."""
-
-    def cast(leaf: Any) -> Any:
-        missing = set(mapped_axes()) & set(axes) - varying_axes(leaf)
-        return made_varying(leaf, tuple(sorted(missing)))
-
-    return jax.tree.map(cast, tree)
-
-
 def _over_devices(
     sums: PyTree, value: jax.Array, count: jax.Array, axes: tuple[str, ...], sent: np.dtype
 ) -> tuple[PyTree, jax.Array, jax.Array]:
@@ -241,10 +225,9 @@ def _over_devices(
     if not axes:
         return sums, value, count
     if sent == FLOAT32:
-        everywhere: tuple[PyTree, jax.Array, jax.Array] = jax.lax.psum((sums, value, count), axes)
-        return everywhere
+        return jax.lax.psum((sums, value, count), axes)
     # Sent in the range of a micro-batch's gradients, for which the loss scale was found.
-    largest = jax.lax.pmax(_varying_along(axes, count), axes)
+    largest = jax.lax.pmax(made_varying(count, axes), axes)
     power = _power_of_two_up_to(largest)
     power = jnp.where(power < largest, 2 * power, power)
     leaves, structure = jax.tree.flatten(sums)
@@ -269,11 +252,9 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
 def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array:
     """Returns the weight of a micro-batch, as a scalar of at least float32."""
     result = weight(*batch)
-    try:
-        count = jnp.asarray(result)
-    except (TypeError, ValueError):
-        count = None
-    if count is None or count.ndim or not _counts_exactly(count.dtype):
+    count = array_if_any(result)
+    exact = jnp.integer, jnp.bool_, jnp.float32, jnp.float64
+    if count is None or count.ndim or not any(jnp.issubdtype(count.dtype, k) for k in exact):
         got = described(result) if count is None else shape_text(count)
         raise TypeError(
             f"The function weight returned {got}; expected a float32 or integer scalar, such as "
@@ -283,11 +264,6 @@ def _weight_of(weight: Callable[..., Any], batch: Sequence[PyTree]) -> jax.Array
     return count if is_castable(count.dtype) else count.astype(FLOAT32)
 
 
-def _counts_exactly(dtype: np.dtype) -> bool:
-    is_integer = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
-    return is_integer or (is_castable(dtype) and not is_half(dtype))
-
-
 def _power_of_two_up_to(count: jax.Array) -> jax.Array:
     """Returns the largest power of two up to `count` in float32, and 1 if there is none.
 
@@ -295,7 +271,7 @@ def _power_of_two_up_to(count: jax.Array) -> jax.Array:
     [1.0, 1.0, 512.0, 8388608.0]
     """
     exponent = jax.lax.bitcast_convert_type(count.astype(FLOAT32), jnp.uint32) & 0x7F800000
-    power: jax.Array = jax.lax.bitcast_convert_type(exponent, FLOAT32)
+    power = jax.lax.bitcast_convert_type(exponent, FLOAT32)
     return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)
 
 
@@ -400,14 +376,13 @@ def _batch_numbers(
     Raises: ValueError if one of them is not there, or is in both; TypeError for no numbers.
     """
     split = argument_numbers(batch_argnums, count, CALLER, "batch_argnums")
-    if common := split & argument_numbers(argnums, count, CALLER):
+    if common := {*split} & {*argument_numbers(argnums, count, CALLER)}:
         raise ValueError(
             f"{CALLER} got batch_argnums={described(batch_argnums)} and "
             f"argnums={described(argnums)}, which share argument {min(common)}; expected the "
             "arguments that hold rows of the batch, apart from those to differentiate at."
         )
-    given = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
-    return list(dict.fromkeys(number % count for number in given))
+    return split
 
 
 def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
@@ -431,6 +406,5 @@ def _check_rows(leaves: Sequence[tuple[str, Any]], steps: int) -> None:
             raise ValueError(
                 f"{CALLER} got {shape_text(leaf)} as {where}, with steps={steps}; expected an "
                 f"array whose first axis is a multiple of {steps}. Choose steps that divide it, "
-                "drop the last rows, or pad them and give weight= a count of the others. "
-                f"{way_out}"
+                f"drop the last rows, or pad them and give weight= a count of the others. {way_out}"
             )

@@ -1,11 +1,12 @@
 """The common parts of all loss scales, in this order.
 
   - the interface: `LossScale`;
-  - the arithmetic of scaling a tree: `multiply_tree`, `divide_tree`;
+  - the arithmetic of scaling a tree: `multiply_tree`;
   - scales as pytrees: `register_state`, `replace_leaves`;
   - checks of the arguments of constructors: numbers that stay (`concrete_number`, `plain_number`,
     `scale_bound`, `static_scale`) and leaves (`dynamic_scale`, `step_count`);
-  - the check of the argument of `adjust`: `finite_flag`.
+  - the check of the argument of `adjust`, and of other values that should be arrays: `finite_flag`,
+    `array_if_any`.
 
 The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then
 exact, and scaling commutes with rounding. It is float32 and never half, because 2**16 is already
@@ -19,6 +20,7 @@ float16 by hand makes an infinity before anything here can see it.)
 """
 
 import abc
+import copy
 import dataclasses
 import math
 import warnings
@@ -30,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp._messages import PrecisionWarning, wrong
+from jmp._messages import PrecisionWarning, users_stacklevel, wrong
 from jmp.dtypes import at_least_float32
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating, register_for_export
 
@@ -80,7 +82,8 @@ class LossScale(abc.ABC):
 
         Half gradients are cast *first*: divided in float16 they would flush to zero again.
         """
-        return divide_tree(tree, self.loss_scale)
+        # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
+        return _scaled(tree, lambda dtype: 1 / jnp.asarray(self.loss_scale, dtype))
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
@@ -104,12 +107,6 @@ def multiply_tree(tree: T, factor: ArrayLike) -> T:
     return _scaled(tree, lambda dtype: jnp.asarray(factor, dtype))
 
 
-def divide_tree(tree: T, divisor: ArrayLike) -> T:
-    """Multiplies the floating and complex leaves of `tree` by the reciprocal of `divisor`."""
-    # The reciprocal is taken in the leaf's own precision: exact for powers of two in any case.
-    return _scaled(tree, lambda dtype: 1 / jnp.asarray(divisor, dtype))
-
-
 def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
     """Multiplies leaves by a factor, which `factor_in` gives in their dtype."""
 
@@ -130,8 +127,7 @@ def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
             return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
         return leaf
 
-    result: T = jax.tree.map(scaled, tree)
-    return result
+    return jax.tree.map(scaled, tree)
 
 
 # Scales as pytrees.
@@ -153,12 +149,11 @@ def register_state(cls: type[T]) -> type[T]:
 
     def unflatten(meta: tuple[Any, ...], children: Iterable[Any]) -> T:
         node = object.__new__(cls)
-        for name, value in zip(static, meta, strict=True):
-            object.__setattr__(node, name, value)
+        vars(node).update(zip(static, meta, strict=True))
         for (name, dtype), value in zip(leaves.items(), children, strict=True):
             if is_array(value) and value.dtype != dtype and jnp.issubdtype(value.dtype, np.number):
                 value = value.astype(dtype)
-            object.__setattr__(node, name, value)
+            vars(node)[name] = value
         return node
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
@@ -167,11 +162,9 @@ def register_state(cls: type[T]) -> type[T]:
 
 def replace_leaves(node: T, **leaves: Any) -> T:
     """Returns a copy of `node` with other leaves, without running the constructor's checks."""
-    copy = object.__new__(type(node))
-    for field in dataclasses.fields(node):  # type: ignore[arg-type]  # likewise
-        value = leaves.get(field.name, getattr(node, field.name))
-        object.__setattr__(copy, field.name, value)
-    return copy
+    changed = copy.copy(node)
+    vars(changed).update(leaves)
+    return changed
 
 
 # Checks of the arguments of constructors: numbers that stay, part of the compiled program.
@@ -211,10 +204,8 @@ def scale_bound(value: object, name: str) -> float:
 
 def static_scale(value: object) -> float:
     """Returns the constant of a static scale as a Python float; zero can be held, not used."""
-    number = concrete_number(value, "StaticLossScale")
-    if not np.isfinite(number) or number < 0:
-        expected = "a finite number that is not negative, such as 512"
-        raise wrong(ValueError, "StaticLossScale", value, expected)
+    expected = "a finite number that is not negative, such as 512"
+    number = float(plain_number(value, "StaticLossScale", lambda n: 0 <= n < math.inf, expected))
     # Float32 is what it multiplies in.
     clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
     return 0.0 if number == 0 else float(clipped)
@@ -270,19 +261,18 @@ def _warn_if_integer(value: object, name: str) -> None:
     dtype = value.dtype if is_array(value) else np.result_type(type(value))
     if not jnp.issubdtype(dtype, jnp.floating):
         text = f"Expected floating type for {name}, got {dtype}"
-        warnings.warn(text, PrecisionWarning, stacklevel=5)
+        warnings.warn(text, PrecisionWarning, stacklevel=users_stacklevel())
 
 
-# The check of the argument of `adjust`.
+# The check of the argument of `adjust`, and of other values that should be arrays.
 
 
 def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
     """Returns the flag of `adjust` as a bool array of the scale's shape."""
     expected = "a boolean, as jmp.all_finite(gradients) returns it"
-    try:
-        flag = jnp.asarray(grads_finite)
-    except (TypeError, ValueError):
-        raise wrong(TypeError, "adjust", grads_finite, expected) from None
+    flag = array_if_any(grads_finite)
+    if flag is None:
+        raise wrong(TypeError, "adjust", grads_finite, expected)
     if flag.dtype != jnp.bool_:
         raise TypeError(f"adjust got grads_finite of dtype {flag.dtype}; expected {expected}.")
     if flag.shape != jnp.shape(scale):
@@ -291,3 +281,11 @@ def finite_flag(grads_finite: ArrayLike, scale: ArrayLike) -> jax.Array:
             "all gradients, as jmp.all_finite returns it."
         )
     return flag
+
+
+def array_if_any(value: object) -> jax.Array | None:
+    """Returns a value as a JAX array; None if it cannot be made one."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        return None

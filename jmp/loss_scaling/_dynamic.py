@@ -74,33 +74,29 @@ class DynamicLossScale(LossScale):
     max_loss_scale: float = dataclasses.field(default=LARGEST_SCALE, kw_only=True)
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "period": _base.plain_number(
-                self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
-            ),
-            "factor": _growth(self.factor, "factor"),
-            "min_loss_scale": _base.scale_bound(self.min_loss_scale, "min_loss_scale"),
-            "max_loss_scale": _base.scale_bound(self.max_loss_scale, "max_loss_scale"),
-        }
+        own = vars(self)  # the fields of a frozen class
+        own["period"] = _base.plain_number(
+            self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
+        )
+        own["factor"] = _growth(self.factor, "factor")
+        floor = own["min_loss_scale"] = _base.scale_bound(self.min_loss_scale, "min_loss_scale")
+        ceiling = _base.scale_bound(self.max_loss_scale, "max_loss_scale")
         if self.max_loss_scale == 0:
             raise ValueError("max_loss_scale got 0; expected a ceiling above zero.")
-        if checked["min_loss_scale"] > checked["max_loss_scale"]:
+        if floor > ceiling:
             raise ValueError(
-                f"min_loss_scale {checked['min_loss_scale']} lies above max_loss_scale "
-                f"{checked['max_loss_scale']}; expected a floor below the ceiling."
+                f"min_loss_scale {floor} lies above max_loss_scale {ceiling}; expected a floor "
+                "below the ceiling."
             )
+        own["max_loss_scale"] = ceiling
         if self.growth_factor is not None:
-            checked["growth_factor"] = _growth(self.growth_factor, "growth_factor")
+            own["growth_factor"] = _growth(self.growth_factor, "growth_factor")
         if self.backoff_factor is not None:
-            checked["backoff_factor"] = _base.plain_number(
+            own["backoff_factor"] = _base.plain_number(
                 self.backoff_factor, "backoff_factor", lambda n: 0 < n < 1, _BACKOFF
             )
-        checked["loss_scale"] = _base.dynamic_scale(
-            self.loss_scale, checked["min_loss_scale"], checked["max_loss_scale"]
-        )
-        checked["counter"] = _base.step_count(self.counter, "counter")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        own["loss_scale"] = _base.dynamic_scale(self.loss_scale, floor, ceiling)
+        own["counter"] = _base.step_count(self.counter, "counter")
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Returns the scale for the next step: grown, backed off or unchanged.
@@ -112,7 +108,8 @@ class DynamicLossScale(LossScale):
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
         counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
-        grow = finite & (counted >= self.whole_period) & (self.period <= _LARGEST_COUNT)
+        whole_period = math.ceil(min(self.period, _LARGEST_COUNT))
+        grow = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
         after_finite = jnp.where(grow, self._grown(), self.unchanged)
         return _base.replace_leaves(
             self,
@@ -124,11 +121,6 @@ class DynamicLossScale(LossScale):
     def unchanged(self) -> jax.Array:
         """The scale as the next step uses it, if this one changes nothing."""
         return self._clipped(self._sane)
-
-    @property
-    def whole_period(self) -> int:
-        """The period as a whole number of steps that fits the counter."""
-        return math.ceil(min(self.period, _LARGEST_COUNT))
 
     @property
     def _sane(self) -> ArrayLike:

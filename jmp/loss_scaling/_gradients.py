@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from jmp._messages import PrecisionWarning, check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
-from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._base import LossScale, array_if_any
 from jmp.loss_scaling._static import StaticLossScale
-from jmp.trees import is_complex, is_floating
+from jmp.trees import is_inexact_array
 
 P = ParamSpec("P")
 
@@ -137,10 +137,7 @@ def pair_of(result: Any, expected: str) -> tuple[Any, Any]:
 
 
 def _checked_loss(loss: object) -> jax.Array:
-    try:
-        array = jnp.asarray(loss)
-    except (TypeError, ValueError):
-        array = None
+    array = array_if_any(loss)
     if array is None or array.ndim != 0 or not is_castable(array.dtype):
         got = shape_text(array) if array is not None else described(loss)
         hint = (
@@ -195,9 +192,8 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):
         framework = framework_of(model)
-        is_tree = framework is not None and framework != "flax.nnx"
-        leaves = jax.tree.leaves(model) if is_tree else ()
-        if framework is None or (is_tree and all(is_floating(x) or is_complex(x) for x in leaves)):
+        is_tree = framework != "flax.nnx" and all(map(is_inexact_array, jax.tree.leaves(model)))
+        if framework is None or is_tree:
             continue
         raise TypeError(
             f"{caller} got {described(model)} of {framework}; expected a tree of parameters."

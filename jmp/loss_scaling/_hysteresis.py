@@ -49,9 +49,8 @@ class HysteresisLossScale(DynamicLossScale):
             lambda n: 1 <= n < 2**31 and n.is_integer(),
             "a whole number of overflows, at least 1 and fewer than 2**31",
         )
-        object.__setattr__(self, "hysteresis", int(hysteresis))
-        left = self.hysteresis if self.tolerance is None else self.tolerance
-        object.__setattr__(self, "tolerance", _base.step_count(left, "tolerance"))
+        left = hysteresis if self.tolerance is None else self.tolerance
+        vars(self).update(hysteresis=int(hysteresis), tolerance=_base.step_count(left, "tolerance"))
 
     def adjust(self, grads_finite: ArrayLike) -> "HysteresisLossScale":
         """Returns the scale for the next step; an overflow may leave it unchanged.

@@ -6,7 +6,7 @@ the rest step. So they agree on one flag (`agreed`). Under jit with sharded arra
 program and one flag, and nothing to agree on.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -33,9 +33,10 @@ def are_tracked() -> bool:
     return any(axis in varying_axes(jax.lax.axis_index(axis)) for axis in mapped_axes())
 
 
-def made_varying(value: Any, axes: tuple[str, ...]) -> Any:
-    """Returns `value` as one that varies along `axes`, so that AD adds nothing up along them."""
-    return jax.lax.pcast(value, axes, to="varying") if axes else value
+def made_varying(value: Any, axes: Iterable[str]) -> Any:
+    """Returns `value` as varying along mapped axes, so that AD adds nothing up along them."""
+    missing = tuple(sorted({*axes}.intersection(mapped_axes()) - varying_axes(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def without_reduced(value: Any) -> Any:
@@ -103,8 +104,7 @@ def agreed(
     axes = tuple(axis for axis in found if axis not in apart)
     if not axes:
         return flag
-    everywhere: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axes)
-    return everywhere.astype(jnp.bool_)
+    return jax.lax.pmin(flag.astype(jnp.int32), axes).astype(jnp.bool_)
 
 
 def axes_of_each(

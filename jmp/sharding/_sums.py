@@ -132,8 +132,7 @@ def _reduced(part: jax.Array, route: Route) -> jax.Array:
     if not route.replicas:
         return total
     # After the scatter, which leaves less to add up.
-    everywhere: jax.Array = jax.lax.psum(total, route.replicas)
-    return everywhere.astype(route.wire.returned)
+    return jax.lax.psum(total, route.replicas).astype(route.wire.returned)
 
 
 def _exchange_parts(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.Array]:

@@ -2,7 +2,7 @@
 
 import collections
 import numbers
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jmp._messages import wrong
 from jmp.dtypes import at_least_float32
 from jmp.sharding._axes import AxisName, axes_of_each, axis_names
 from jmp.transforms._wrapping import refuse_unreduced
-from jmp.trees import as_jax_array, is_array, is_complex, is_floating
+from jmp.trees import as_jax_array, is_array, is_floating, is_inexact_array
 
 
 def clip_by_global_norm(
@@ -60,18 +60,16 @@ def clip_by_global_norm(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         refuse_unreduced(updates, "clip_by_global_norm")
-        squared = [as_jax_array(leaf) for leaf in jax.tree.leaves(updates) if _is_number(leaf)]
+        leaves = filter(is_inexact_array, jax.tree.leaves(updates))
+        squared = list(map(as_jax_array, leaves))
         axes = axes_of_each(squared, (), axis_name)
         if not any(axes):
-            clipped: tuple[optax.Updates, optax.OptState] = on_one_device.update(
-                updates, state, params
-            )
-            return clipped
-        norm = jnp.sqrt(_sum_of_squares(zip(squared, axes, strict=True)))
+            return on_one_device.update(updates, state, params)
+        norm = jnp.sqrt(_sum_of_squares(squared, axes))
         passes = norm < max_norm
 
         def clip(leaf: Any) -> Any:
-            if not _is_number(leaf):
+            if not is_inexact_array(leaf):
                 return leaf
             wide = leaf.astype(at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
             shorter = (wide / norm.astype(wide.dtype)) * max_norm
@@ -100,16 +98,12 @@ def _check_norm(max_norm: Any) -> None:
         raise wrong(ValueError, "clip_by_global_norm", max_norm, expected, name="max_norm")
 
 
-def _is_number(leaf: Any) -> bool:
-    return is_floating(leaf) or is_complex(leaf)
-
-
-def _sum_of_squares(arrays: Iterable[tuple[jax.Array, tuple[str, ...]]]) -> jax.Array:
+def _sum_of_squares(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> jax.Array:
     """Returns the sum of squares of arrays, each added up over its own axes."""
     sums: dict[tuple[str, ...], list[jax.Array]] = collections.defaultdict(list)
-    for array, axes in arrays:
+    for array, names in zip(arrays, axes, strict=True):
         size = jnp.abs(array).astype(at_least_float32(jnp.abs(array).dtype))
-        sums[axes].append(jnp.sum(jnp.square(size)))
-    totals = [(sum(of_axes[1:], of_axes[0]), axes) for axes, of_axes in sums.items()]
-    reduced = [jax.lax.psum(total, axes) if axes else total for total, axes in totals]
+        sums[names].append(jnp.sum(jnp.square(size)))
+    totals = [(sum(along[1:], along[0]), names) for names, along in sums.items()]
+    reduced = [jax.lax.psum(total, names) if names else total for total, names in totals]
     return sum(reduced[1:], reduced[0])

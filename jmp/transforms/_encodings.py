@@ -114,8 +114,7 @@ def least_scales(like: jax.Array) -> jax.Array:
     XLA computes the scales of arrays that share this in one kernel on a GPU, and else in one each.
     """
     # In float32: of integers XLA would give this array to other kernels too, and join those.
-    least: jax.Array = lax.optimization_barrier(jnp.full_like(like, LEAST_SCALE))
-    return least
+    return lax.optimization_barrier(jnp.full_like(like, LEAST_SCALE))
 
 
 def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ...]]:
@@ -168,8 +167,7 @@ def _codes_of_blocks(
 
 
 def _sign_of(value: jax.Array) -> jax.Array:
-    sign: jax.Array = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31)
-    return sign
+    return lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31)
 
 
 def _not_lost(code: jax.Array, value: jax.Array, has_sign: jax.Array) -> jax.Array:
@@ -190,8 +188,7 @@ def _largest(arrays: list[jax.Array], *, only_finite: bool) -> Sequence[jax.Arra
     if any(map(may_be_sharded, arrays)):  # a reduction of several arrays would gather them
         return [jnp.max(counted(array), axis=-1) for array in arrays]
     zeros = tuple(jnp.zeros((), jnp.float32) for _ in arrays)
-    found: Sequence[jax.Array] = lax.reduce(tuple(arrays), zeros, larger, (arrays[0].ndim - 1,))
-    return found
+    return lax.reduce(tuple(arrays), zeros, larger, (arrays[0].ndim - 1,))
 
 
 def _exponent(peak: jax.Array, largest: float, least: jax.Array | int = LEAST_SCALE) -> jax.Array:

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
 from jmp.transforms._placement import is_on_mesh, parameter_path
 from jmp.transforms._rounding import needs_master
-from jmp.trees import PyTree, all_finite, as_jax_array, is_complex, is_floating
+from jmp.trees import PyTree, all_finite, as_jax_array, is_inexact_array
 
 T = TypeVar("T")
 SAME_SHAPE_TOGETHER = 8
@@ -51,12 +51,8 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     >>> bool(gradients_finite({"w": jnp.ones((2, 3)), "b": jnp.array([jnp.inf])}))
     False
     """
-    leaves = [
-        as_jax_array(leaf)
-        for leaf in jax.tree.leaves(gradients)
-        if is_floating(leaf) or is_complex(leaf)
-    ]
-    if any(may_be_sharded(leaf) for leaf in leaves):
+    leaves = [as_jax_array(leaf) for leaf in jax.tree.leaves(gradients) if is_inexact_array(leaf)]
+    if any(map(may_be_sharded, leaves)):
         return all_finite(leaves)
 
     small, alike = collections.defaultdict(list), collections.defaultdict(list)
@@ -76,18 +72,15 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
         for same_shape in alike.values()
         for group in chunks(same_shape, SAME_SHAPE_TOGETHER)
     ]
-    at_once = [each for each in together if not _row_count(each)]
     in_rows = [each for each in together if _row_count(each)]
     if len(in_rows) < FEWEST_IN_ROWS:
-        at_once, in_rows = together, []
-    checks += [each.all() for each in at_once]
+        in_rows = []
+    checks += [each.all() for each in together if not (in_rows and _row_count(each))]
     if in_rows:
         rows = [each.reshape(_row_count(each), -1).all(axis=1) for each in in_rows]
         # Without the barrier XLA would check each by itself again.
         checks.append(lax.optimization_barrier(jnp.concatenate(rows)).all())
-    if not checks:
-        return jnp.array(True)
-    return jnp.stack(checks).all()
+    return jnp.stack(checks).all() if checks else jnp.array(True)
 
 
 def _row_count(checked: jax.Array) -> int | None:
@@ -150,8 +143,7 @@ def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:
     """
     read = (last,) if is_on_mesh(last) else ()
     pair, *_ = lax.optimization_barrier((jnp.broadcast_to(scalar, (2,)), *read))
-    found: jax.Array = pair[0]
-    return found
+    return pair[0]
 
 
 def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
@@ -167,8 +159,7 @@ def flag_by_size(finite: jax.Array) -> Callable[[Any], jax.Array]:
     >>> bool(flag_of(jnp.zeros(3))), bool(flag_of(jnp.zeros(SHORTER_THAN_A_LAUNCH + 1)))
     (True, True)
     """
-    scalar = lax.optimization_barrier(finite)
-    return _by_size(finite, scalar)
+    return _by_size(finite, lax.optimization_barrier(finite))
 
 
 def count_by_size(count: jax.Array) -> Callable[[Any], jax.Array]:
@@ -182,8 +173,7 @@ def count_by_size(count: jax.Array) -> Callable[[Any], jax.Array]:
     >>> int(count_by_size(jnp.array(3))(jnp.zeros(3)))
     3
     """
-    in_array = read_from_array(count, count)
-    return _by_size(in_array, count)
+    return _by_size(read_from_array(count, count), count)
 
 
 def _by_size(small: jax.Array, large: jax.Array) -> Callable[[Any], jax.Array]:
@@ -226,8 +216,7 @@ def in_kernels_of_parameters(state: T, params: optax.Params, updates: optax.Upda
             computed[alike[0]] = lax.platform_dependent(
                 first, new, *others, tpu=selected_by_all, default=lambda first, *_: first
             )
-    result: T = tree_map_with_path(lambda path, leaf: computed.get(path, leaf), state)
-    return result
+    return tree_map_with_path(lambda path, leaf: computed.get(path, leaf), state)
 
 
 def _may_share_kernel(new: jax.Array, leaf: jax.Array) -> bool:
@@ -262,21 +251,20 @@ def in_order_of_axes(gradients: PyTree) -> PyTree:
     >>> bool((in_order_of_axes(jnp.ones((3, 3, 2), jnp.float16)) == 1).all())
     True
     """
-    return jax.tree.map(_leaf_in_order_of_axes, gradients)
 
+    def in_order(gradient: Any) -> Any:
+        if not needs_master(gradient) or gradient.ndim < 3 or may_be_sharded(gradient):
+            return gradient
+        # A reshape to one axis needs the order of the axes; behind the barrier XLA cannot undo it.
+        return lax.optimization_barrier(jnp.ravel(gradient)).reshape(gradient.shape)
 
-def _leaf_in_order_of_axes(gradient: Any) -> Any:
-    if not needs_master(gradient) or gradient.ndim < 3 or may_be_sharded(gradient):
-        return gradient
-    # A reshape to one axis needs the order of the axes; behind the barrier XLA cannot undo it.
-    return lax.optimization_barrier(jnp.ravel(gradient)).reshape(gradient.shape)
+    return jax.tree.map(in_order, gradients)
 
 
 def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
     """Returns an array with another sharding on a mesh whose axes are explicit; else as it is."""
     own = jax.typeof(x).sharding
-    if AxisType.Explicit not in own.mesh.axis_types or own == sharding:
+    if not own.mesh.explicit_axes or own == sharding:
         return x
     there: Any = x.sharding if is_concrete(x) else own
-    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))
-    return placed
+    return jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))

@@ -111,6 +111,7 @@ class Masters(ParameterStorage):
 
     caller = "with_master_params"
     state_type = WithMasterParamsState
+    keeps_values = True
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
         return new

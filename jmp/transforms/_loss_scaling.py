@@ -2,26 +2,36 @@
 
 `_wrapping` calls the optimizer inside. `_few_kernels` has the forms of the check and of the select
 that compile to few kernels; in plain JAX they are `all_finite` and `jnp.where`.
+
+Then, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_scale` read and
+replace it; `check_optimizer_state` refuses orders of transformations that fail, and
+`find_loss_scaling` is for steps that undo what a chain has after loss scaling.
 """
 
-from typing import Any, NamedTuple
+import operator
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_map_with_path
 
+from jmp._jax_compat import is_concrete
+from jmp._messages import described
 from jmp.loss_scaling import LossScale, NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
-from jmp.transforms._few_kernels import (
-    flag_by_size,
-    gradients_finite,
-    in_kernels_of_parameters,
-    in_order_of_axes,
-    read_from_array,
+from jmp.transforms import _few_kernels, _states
+from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
+from jmp.trees import (
+    PyTree,
+    cast_to_at_least_float32,
+    leaves_by_path,
+    register_for_export,
+    select_leaves,
 )
-from jmp.transforms._wrapping import Transformation, Wrapper
-from jmp.trees import PyTree, cast_to_at_least_float32, register_for_export, select_leaves
+
+S = TypeVar("S")
 
 
 @register_for_export
@@ -109,13 +119,18 @@ def with_loss_scale(
     >>> float(updates), bool(state.grads_finite)
     (-0.5, True)
     """
-    wrapper = Wrapper(inner, "with_loss_scale", WithLossScaleState)
+    optimizer = checked_inner(inner, "with_loss_scale", WithLossScaleState)
     check_loss_scale(loss_scale, "with_loss_scale")
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
-        inner_state = wrapper.init_inner_in_float32(params)
+        inner_state = optimizer.init(params)
+        seen = _seen_by_inner(params, inner_state)
+        if any(map(operator.is_not, jax.tree.leaves(seen), jax.tree.leaves(params))):
+            inner_state = optimizer.init(seen)
+        _states.check_nothing_changes_masters(inner_state)
+        _states.check_half_ones_are_seen(inner_state, params)
         return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
@@ -125,28 +140,26 @@ def with_loss_scale(
         )
 
     def update(
-        updates: optax.Updates,
-        state: WithLossScaleState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithLossScaleState]:
         scale, old = state.loss_scale, state.inner_state
 
         # Unscale, in at least float32.
-        gradients = scale.unscale(cast_to_at_least_float32(in_order_of_axes(updates)))
+        gradients = scale.unscale(cast_to_at_least_float32(_few_kernels.in_order_of_axes(updates)))
 
         # Run `inner`, as if the gradients were finite.
-        seen = wrapper.in_float32(params, old)
-        new_updates, new = wrapper.update_inner(updates, gradients, old, seen, extra_args)
+        seen = _seen_by_inner(params, old)
+        extra_args = with_gradients(extra_args, updates, gradients)
+        new_updates, new = optimizer.update(gradients, old, seen, **extra_args)
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=new)
 
         # Check the gradients. Devices that share the scale agree.
-        finite = agreed(gradients_finite(gradients), scale, axis_name)
-        finite = read_from_array(finite, state.grads_finite)
+        finite = agreed(_few_kernels.gradients_finite(gradients), scale, axis_name)
+        finite = _few_kernels.read_from_array(finite, state.grads_finite)
 
         # Select the step; or the state as it was, and updates that change nothing.
-        flag_of = flag_by_size(finite)
+        flag_of = _few_kernels.flag_by_size(finite)
 
         def zero_if_skipped(update: Any) -> Any:
             if getattr(update, "dtype", None) == jax.dtypes.float0:
@@ -165,9 +178,23 @@ def with_loss_scale(
             inner_state=select_leaves(flag_of, new, old),
         )
         # After the selects: they return other arrays than those that parameters are computed from.
-        return new_updates, in_kernels_of_parameters(new_state, params, new_updates)
+        return new_updates, _few_kernels.in_kernels_of_parameters(new_state, params, new_updates)
 
-    return wrapper.transformation(init, update)
+    return transformation(init, update, "with_loss_scale", WithLossScaleState)
+
+
+def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
+    """Returns `params` as `inner` sees them: in at least float32, but for those that have masters.
+
+    Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
+    second moment stalls in bfloat16.
+    """
+    masters = _states.kept_by_path(inner_state)
+    if not masters.keys() <= leaves_by_path(params).keys():
+        return params  # something inside rearranges the leaves, and gives them other names
+    return tree_map_with_path(
+        lambda path, p: p if keystr(path) in masters else cast_to_at_least_float32(p), params
+    )
 
 
 def _check_not_masked(params: optax.Params) -> None:
@@ -178,3 +205,170 @@ def _check_not_masked(params: optax.Params) -> None:
             "optax.partition or optax.masked, and the gradients of the other parameters would stay "
             "scaled. Put it around: with_loss_scale(optax.partition(...), loss_scale)."
         )
+
+
+# The scale inside an optimizer's state.
+
+
+def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
+    """Returns the `WithLossScaleState` inside an optimizer's state, or None if there is none.
+
+    Raises: as `check_optimizer_state`.
+
+    >>> loss_scale_state(()) is None
+    True
+    """
+    check_optimizer_state(opt_state)
+    return find_loss_scaling(opt_state)
+
+
+def set_loss_scale(opt_state: S, new: LossScale) -> S:
+    """Returns an optimizer's state with its loss scale replaced, of whatever class either is.
+
+    Go on with the optimizer that you have, or with one made with the new scale: a step reads the
+    scale from the state. Everything else stays: moments, `grads_finite` and the counts of skipped
+    steps. Only with `NoOpLossScale` no later step would change `grads_finite`, so that it becomes
+    True, and `consecutive_skips` zero. For a checkpoint of another scale: restore it into a state
+    of the scale that was saved, then replace that.
+
+    Args:
+      opt_state: the state of an optimizer that is `with_loss_scale`, or a chain with it. Its
+        arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
+      new: the scale to go on with. Its arrays are copied, so that it may be used again after the
+        state was donated. For a state that `jax.vmap` made, a single scale is repeated for each
+        member.
+
+    Returns: the state, of the same structure but for the scale. In an abstract state the scale is
+      abstract too; on a mesh its arrays lie where the state's flags lie.
+
+    Raises:
+      TypeError: `new` is not a loss scale, or `opt_state` is an optimizer and not its state.
+      ValueError: the state holds no loss scale, or the optimizer's order is wrong, see
+        `check_optimizer_state`; or `new` is neither a single scale nor one for each member.
+
+    >>> import optax
+    >>> from jmp import transforms
+    >>> tx = transforms.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
+    >>> state = set_loss_scale(tx.init(jnp.ones(2)), StaticLossScale(512))
+    >>> state.loss_scale
+    StaticLossScale(loss_scale=512.0)
+    """
+    if not isinstance(new, LossScale):
+        raise TypeError(
+            f"set_loss_scale got {described(new)} as the new scale; expected a loss scale such as "
+            "jmp.torch_loss_scale(). The order is set_loss_scale(opt_state, new)."
+        )
+    if find_loss_scaling(opt_state) is None:
+        raise ValueError(
+            "set_loss_scale got an optimizer's state without a loss scale; expected that of "
+            "an optimizer with jmp.transforms.with_loss_scale. To give it one, wrap the optimizer, "
+            "tx = with_loss_scale(inner, new), and put the old state into a fresh one: "
+            "tx.init(params)._replace(inner_state=opt_state)."
+        )
+    return _states.map_states(lambda state: _with_scale(state, new), opt_state, WithLossScaleState)
+
+
+def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
+    flag: Any
+    (flag,), wrapping = jax.tree.flatten(state.grads_finite)  # nnx holds arrays in Variables
+    shapes = {leaf.shape for leaf in jax.tree.leaves(new)}
+    if not shapes <= {(), flag.shape}:
+        raise ValueError(
+            f"set_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
+            f"{flag.shape} as the state's flags are: one scale for each member."
+        )
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(flag, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(flag.shape, leaf.dtype, sharding=flag.sharding)
+        copy = jnp.broadcast_to(jnp.array(leaf), flag.shape)
+        is_placed = isinstance(flag, jax.Array) and is_concrete(flag)
+        if is_placed and len(flag.sharding.device_set) > 1:
+            return jax.device_put(copy, flag.sharding)
+        return copy
+
+    def in_state(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), tree)
+
+    if isinstance(new, NoOpLossScale):
+        last = {"grads_finite": jnp.array(True), "consecutive_skips": jnp.zeros([], jnp.int32)}
+        state = state._replace(**in_state(last))
+    return state._replace(loss_scale=in_state(new))
+
+
+def check_optimizer_state(opt_state: PyTree) -> None:
+    """Raises ValueError if an optimizer combines these transformations in an order that fails.
+
+    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
+    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
+    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
+    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
+    a chain.
+
+    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
+    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
+    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
+    transformations after loss scaling, because their steps undo on a skip what these changed.
+
+    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
+
+    >>> check_optimizer_state(())
+    """
+    check_order(opt_state)
+
+
+def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
+    """Returns the state of loss scaling, also if a transformation with a state comes after it.
+
+    For steps that undo, on a skip, what came after; see `transforms.check_optimizer_state`.
+    """
+    check_order(opt_state, undone_on_a_skip=True)
+    return next(iter(_states.find_states(opt_state, WithLossScaleState)), None)
+
+
+def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) -> None:
+    """Raises ValueError for orders that fail; see `transforms.check_optimizer_state`.
+
+    Around loss scaling fails all but the earlier part of a chain. In a chain a later part fails if
+    it has a state of its own: a skip does not reach it, and its moments and counts move, and with
+    them the parameters.
+
+    Args:
+      undone_on_a_skip: whether the step undoes, on a skip, what a chain's later part did.
+    """
+    _states.check_nothing_changes_masters(opt_state)
+    scaled = _states.locate(opt_state, WithLossScaleState)
+    if len(scaled) > 1:
+        raise ValueError(
+            "This optimizer contains with_loss_scale more than once; gradients would be unscaled "
+            "twice, or by several scales. Use it once, outermost. One optimizer for several groups "
+            "is with_loss_scale(optax.partition(...), loss_scale)."
+        )
+    for node, position in (pair for _, around in scaled for pair in around):
+        if isinstance(node, optax.MultiStepsState):
+            raise ValueError(
+                "This optimizer accumulates outside of with_loss_scale; one infinite micro-batch "
+                "would make the accumulator NaN for all later steps. Swap the two: "
+                "with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)."
+            )
+        if outer := _states.wrapper_of_optax(node):
+            raise ValueError(
+                f"This optimizer has with_loss_scale inside {outer}, which sees gradients that are "
+                "still scaled, or hides a skipped step. Put it around: "
+                f"with_loss_scale({outer}(...), loss_scale)."
+            )
+        if _states.is_chain(node) and position > 0:
+            raise ValueError(
+                "This optimizer chains a transformation before with_loss_scale; it sees gradients "
+                "that are still scaled: clipping them to 1, for one, would make updates 65536 "
+                "times too small. Move it inside: "
+                "with_loss_scale(optax.chain(clip_by_global_norm, adam), loss_scale)."
+            )
+        later_parts = _states.children(node)[position + 1 :] if _states.is_chain(node) else []
+        if jax.tree.leaves(later_parts) and not undone_on_a_skip:
+            raise ValueError(
+                "This optimizer chains a transformation with a state after with_loss_scale; a "
+                "skipped step would move that state and the parameters. Move it inside: "
+                "with_loss_scale(optax.chain(clip, adam), loss_scale). (The steps of "
+                "jmp.adapters undo it, and take such a chain.)"
+            )

@@ -12,14 +12,9 @@ from jmp.dtypes import is_half
 from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
-from jmp.transforms._half_parameters import (
-    with_kahan_summation,
-    with_master_params,
-    with_split_masters,
-    with_stochastic_rounding,
-)
+from jmp.transforms import _half_parameters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
-from jmp.transforms._states import as_transformation, shapes_with_master
+from jmp.transforms._states import as_transformation, kept_by_path
 from jmp.transforms._wrapping import Transformation
 from jmp.trees import leaves_by_path
 
@@ -28,10 +23,10 @@ Store: TypeAlias = Callable[[Inner], Any]
 
 
 STORED: dict[str, Store] = {
-    "full": with_master_params,
-    "split": with_split_masters,
-    "stochastic": with_stochastic_rounding,
-    "kahan": with_kahan_summation,
+    "full": _half_parameters.with_master_params,
+    "split": _half_parameters.with_split_masters,
+    "stochastic": _half_parameters.with_stochastic_rounding,
+    "kahan": _half_parameters.with_kahan_summation,
     "none": lambda inner: inner,
 }
 
@@ -108,27 +103,23 @@ def mixed_precision(
         return state
 
     def update(
-        updates: optax.Updates,
-        state: WithLossScaleState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithLossScaleState]:
         _refuse_without_master(params, state, policy)
         return tx.update(updates, state, params, **extra_args)
 
-    checked: Transformation[WithLossScaleState] = optax.GradientTransformationExtraArgs(
-        init, mark_lowered(update, policy.compute_dtype)
-    )
-    return checked
+    return optax.GradientTransformationExtraArgs(init, mark_lowered(update, policy.compute_dtype))
 
 
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
     """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
-    with_master = shapes_with_master(state)
-    leaves = leaves_by_path(params).items()
-    lost = {
-        path: leaf.dtype for path, leaf in leaves if _is_narrow(leaf) and path not in with_master
-    }
+    lost: dict[str, Any] = {}
+    with_master = kept_by_path(state)
+    for path, leaf in leaves_by_path(params).items():
+        dtype = getattr(leaf, "dtype", None)
+        is_narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        if is_narrow and path not in with_master:
+            lost[path] = dtype
     if not lost:
         return
     path, dtype = next(iter(lost.items()))
@@ -150,9 +141,3 @@ def _refuse_without_master(params: optax.Params, state: WithLossScaleState, poli
         "train without masters: updates below the spacing of that dtype are lost. Expected "
         f"parameters in float32: {ways}"
     )
-
-
-def _is_narrow(leaf: Any) -> bool:
-    """Returns whether a leaf holds real floats of less than 32 bits."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

@@ -18,14 +18,20 @@ the path of the parameter, `['dense']['kernel']`. If parameters lie on one devic
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path, tree_map_with_path
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import (
+    GetAttrKey,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves_with_path,
+    tree_map_with_path,
+)
 
 from jmp import _jax_compat
 from jmp._messages import described
@@ -34,6 +40,8 @@ from jmp.transforms._states import as_transformation
 from jmp.trees import PyTree
 
 S = TypeVar("S")
+Path: TypeAlias = tuple[Any, ...]  # of keys
+ByPath: TypeAlias = dict[Any, Any]  # leaves by their `Path`
 BOX = GetAttrKey("value")  # of what is in a Variable of Flax nnx, or in a box of linen
 
 
@@ -95,10 +103,10 @@ def _shardings(state: PyTree, params: PyTree) -> PyTree:
     mesh = _mesh_of(leaves)
     of_one_device = next((leaf.sharding for leaf in leaves if hasattr(leaf, "sharding")), None)
     replicated = NamedSharding(mesh, PartitionSpec()) if mesh else of_one_device
-    by_path = dict(tree_leaves_with_path(params))
+    by_path: ByPath = dict(tree_leaves_with_path(params))
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = getattr(_parameter_of(leaf, path, by_path), "sharding", None)
+        found = getattr(by_path.get(parameter_path(leaf, path, by_path)), "sharding", None)
         if found is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
             found = _of_blocks(getattr(rows, "sharding", None), leaf.shape)
         return replicated if found is None else found
@@ -117,20 +125,20 @@ def _put(state: S, params: PyTree) -> S:
             return lax.with_sharding_constraint(leaf, sharding)
         return leaf
 
-    result: S = jax.tree.map(put, state, _shardings(state, params))
-    return result
+    return jax.tree.map(put, state, _shardings(state, params))
 
 
 def _tied(state: S, params: PyTree) -> S:
     """Returns a state under jit, whose arrays XLA shards as their parameters."""
-    by_path = dict(tree_leaves_with_path(params))
+    by_path: ByPath = dict(tree_leaves_with_path(params))
     arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
     anchor = next(filter(is_on_mesh, arrays))
-    found, structure = tree_leaves_with_path(state), jax.tree.structure(state)
+    found, structure = tree_flatten_with_path(state)
     leaves = [leaf for _, leaf in found]
-    beside, alone = {}, []
+    beside: dict[int, Any] = {}
+    alone = []
     for position, (path, leaf) in enumerate(found):
-        param = _parameter_of(leaf, path, by_path)
+        param = by_path.get(parameter_path(leaf, path, by_path))
         if param is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
             if isinstance(leaf, jax.Array) and not _is_auto(jax.typeof(rows).sharding.mesh):
                 place = _of_blocks(jax.typeof(rows).sharding, leaf.shape)
@@ -149,14 +157,15 @@ def _tied(state: S, params: PyTree) -> S:
             (jnp.array(False), anchor, *(leaves[position] for position in alone))
         )
         for position, leaf in zip(alone, tied, strict=True):
-            leaves[position] = _replicated(leaf, mesh)
+            if leaf.ndim and _is_auto(mesh):  # XLA would shard it as what it was computed from
+                leaf = lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
+            leaves[position] = leaf
     for position, param in beside.items():
         leaf, sharding = leaves[position], jax.typeof(param).sharding
         if not _is_auto(sharding.mesh) and jax.typeof(leaf).sharding != sharding:
             leaf = jax.sharding.reshard(leaf, sharding)
         leaves[position] = lax.select(never, _in_dtype(param, leaf.dtype), leaf)
-    result: S = jax.tree.unflatten(structure, leaves)
-    return result
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _can_be_tied(leaf: Any, param: Any) -> bool:
@@ -173,17 +182,9 @@ def _in_dtype(param: jax.Array, dtype: Any) -> jax.Array:
     return lax.convert_element_type(param.real if to_real else param, dtype)
 
 
-def _replicated(leaf: jax.Array, mesh: Any) -> jax.Array:
-    """Returns a leaf that XLA would else shard as what it was computed from; scalars it cannot."""
-    if leaf.ndim == 0 or not _is_auto(mesh):
-        return leaf
-    replicated: jax.Array = lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
-    return replicated
-
-
 def _is_auto(mesh: Any) -> bool:
     """Returns whether XLA decides how arrays are sharded; along explicit axes their types do."""
-    return AxisType.Explicit not in mesh.axis_types
+    return not mesh.explicit_axes
 
 
 def is_on_mesh(value: Any) -> bool:
@@ -195,9 +196,7 @@ def is_on_mesh(value: Any) -> bool:
     )
 
 
-def parameter_path(
-    leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]
-) -> tuple[Any, ...] | None:
+def parameter_path(leaf: Any, path: Path, params: ByPath) -> Path | None:
     """Returns the path of the parameter to which a leaf of the state at `path` belongs, or None.
 
     It is the parameter that has the leaf's shape, and the longest path that ends `path`. The codes
@@ -214,14 +213,7 @@ def parameter_path(
     return None
 
 
-def _parameter_of(leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]) -> Any:
-    found = parameter_path(leaf, path, params)
-    return None if found is None else params[found]
-
-
-def _parameter_of_scales(
-    leaf: Any, path: tuple[Any, ...], params: dict[tuple[Any, ...], Any]
-) -> Any:
+def _parameter_of_scales(leaf: Any, path: Path, params: ByPath) -> Any:
     """Returns the parameter whose rows a leaf scales: the `scales` of a `StoredArray`."""
     if not _is_field(path, "scales"):
         return None

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
@@ -199,7 +199,7 @@ class RandomBits:
             return None
         name = f"{self.caller} {self.seed} {path}"
         digest = hashlib.blake2b(name.encode(), digest_size=12).digest()
-        first, second, third = (np.frombuffer(digest, np.uint32)[i] for i in range(3))
+        first, second, third = np.frombuffer(digest, np.uint32)
         # A product or a cast, read by the kernels of many arrays, would be one more kernel.
         step = lax.bitcast_convert_type(count, jnp.uint32)
         # Each array begins to count elsewhere: XLA would else compute the indices of all arrays of
@@ -247,8 +247,7 @@ def global_index(
     divided = _names_by_axis(like, path, spec)
     parts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in divided]
     sharding = jax.typeof(like).sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    place: Any = {"out_sharding": sharding} if is_explicit else {}
+    place: Any = {"out_sharding": sharding} if sharding.mesh.explicit_axes else {}
     index, stride = jnp.zeros((), jnp.uint32), 1
     for axis in reversed(range(like.ndim)):
         # From the devices' own axes XLA divides the numbers among them; one long vector it would

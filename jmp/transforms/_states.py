@@ -5,15 +5,15 @@ A state of ours may lie in a chain, in a group of `optax.partition`, or in anoth
 
 1. what is an optimizer, and what is the state of one;
 2. `locate`, `find_states` and `map_states`, for states of any type;
-3. `STORAGES`: the states that store half parameters, with their orders that fail;
-4. what such a state keeps, by the path of the parameter.
+3. `STORAGES`: the states that store half parameters. `kept_by_path` says what they keep beside
+   which parameter, and two checks refuse the orders in which they fail.
 """
 
 import collections
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import optax
@@ -25,6 +25,8 @@ from jmp.trees import PyTree, is_array, leaves_by_path
 
 S = TypeVar("S")
 T = TypeVar("T")
+Kinds: TypeAlias = type[S] | tuple[type[S], ...]
+Around: TypeAlias = tuple[tuple[Any, int], ...]
 ROOT = keystr(())  # the path of a tree that is one array
 
 
@@ -65,52 +67,37 @@ def holds_a_state(tree: PyTree) -> bool:
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-class Located(NamedTuple, Generic[S]):
-    """A state inside an optimizer's state.
+def locate(opt_state: optax.OptState, kinds: Kinds[S]) -> list[tuple[S, Around]]:
+    """Returns every state of one of `kinds` in `opt_state`, however deep, outermost first.
 
-    Attributes:
-      state: the state.
-      around: what it lies in, outermost first: pairs of a node and of which child leads to it.
+    Beside each state is what it lies in, outermost first: pairs of a node and of the number of the
+    child that leads to the state.
     """
 
-    state: S
-    around: tuple[tuple[Any, int], ...]
-
-
-def locate(
-    opt_state: optax.OptState, state_type: type[S] | tuple[type[S], ...]
-) -> list[Located[S]]:
-    """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
-
-    def visit(node: Any, around: tuple[tuple[Any, int], ...]) -> Iterator[Located[S]]:
-        if isinstance(node, state_type):
-            yield Located(node, around)
+    def visit(node: Any, around: Around) -> Iterator[tuple[S, Around]]:
+        if isinstance(node, kinds):
+            yield node, around
         for position, child in enumerate(children(node)):
             yield from visit(child, (*around, (node, position)))
 
     return list(visit(opt_state, ()))
 
 
-def find_states(opt_state: optax.OptState, state_type: type[S] | tuple[type[S], ...]) -> list[S]:
-    """Returns every state of `state_type` in `opt_state`, however deep, outermost first."""
-    return [found.state for found in locate(opt_state, state_type)]
+def find_states(opt_state: optax.OptState, kinds: Kinds[S]) -> list[S]:
+    """Returns every state of one of `kinds` in `opt_state`, however deep, outermost first."""
+    return [state for state, _ in locate(opt_state, kinds)]
 
 
-def map_states(
-    function: Callable[[S], S], opt_state: T, state_type: type[S] | tuple[type[S], ...]
-) -> T:
-    """Returns `opt_state` with `function` applied to every outermost state of `state_type`."""
-    is_state: Callable[[Any], bool] = lambda node: isinstance(node, state_type)
-    mapped: T = jax.tree.map(
+def map_states(function: Callable[[S], S], opt_state: T, kinds: Kinds[S]) -> T:
+    """Returns `opt_state` with `function` applied to every outermost state of one of `kinds`."""
+    is_state: Callable[[Any], bool] = lambda node: isinstance(node, kinds)
+    return jax.tree.map(
         lambda node: function(node) if is_state(node) else node, opt_state, is_leaf=is_state
     )
-    return mapped
 
 
 def children(node: Any) -> list[Any]:
     """Returns what is directly in a node of a tree, nothing for a leaf."""
-    if isinstance(node, collections.OrderedDict):
-        return list(node.values())
     inside = jax.tree.leaves(node, is_leaf=lambda inside: inside is not node)
     return [child for child in inside if child is not node]
 
@@ -142,14 +129,27 @@ def _is_of_optax(kind: type) -> bool:
 STORAGES: dict[type, Any] = {}
 
 
-def locate_storing(opt_state: optax.OptState) -> list[Located[Any]]:
-    """Returns the states in `opt_state` that store half parameters, outermost first."""
+def locate_storing(opt_state: optax.OptState) -> list[tuple[Any, Around]]:
+    """Returns the states in `opt_state` that store half parameters, as `locate` does."""
     return locate(opt_state, tuple(STORAGES))
 
 
-def find_storing(opt_state: optax.OptState) -> list[tuple[PyTree, Any]]:
-    """Returns for each state that stores half parameters what it keeps, and its storage."""
-    return [(state[0], STORAGES[type(state)]) for state, _ in locate_storing(opt_state)]
+def kept_by_path(opt_state: optax.OptState) -> dict[str, tuple[Any, Any]]:
+    """Returns what is kept beside each half parameter, and by which `ParameterStorage`.
+
+    The keys are the paths (`keystr`) of the parameters of all groups. Beside a parameter there is
+    an array, or an `EmptyState` if its storage keeps nothing.
+    """
+    return {
+        keystr(path): (beside, STORAGES[type(state)])
+        for state, _ in locate_storing(opt_state)
+        for path, beside in tree_leaves_with_path(state[0], is_leaf=is_kept)
+    }
+
+
+def is_kept(node: object) -> bool:
+    """Returns whether a node says that a parameter is stored, and that nothing is kept beside."""
+    return isinstance(node, optax.EmptyState)
 
 
 # States of optax's wrappers that hand an update on as it is, or hold all of it back.
@@ -202,29 +202,3 @@ def check_half_ones_are_seen(opt_state: optax.OptState, params: optax.Params) ->
                 "optax.flatten, made one vector of half and float32 ones, which has no masters, "
                 f"and updates would be lost. Put it inside: {caller}(optax.flatten(adam))."
             )
-
-
-def shapes_with_master(opt_state: optax.OptState) -> dict[str, tuple[int, ...] | None]:
-    """Returns the shapes of all half parameters that some state stores, of whatever group."""
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for kept, _ in find_storing(opt_state):
-        shapes |= shapes_by_path(kept)
-    return shapes
-
-
-def shapes_by_path(kept: PyTree) -> dict[str, tuple[int, ...] | None]:
-    """Returns the shapes of the parameters beside which something is kept, by path (`keystr`).
-
-    The shape is None if what is kept is empty, as for stochastic rounding.
-    """
-    return {path: getattr(each, "shape", None) for path, each in kept_by_path(kept).items()}
-
-
-def kept_by_path(kept: PyTree) -> dict[str, Any]:
-    """Returns what is kept beside each half parameter by path: an array, or an `EmptyState`."""
-    return {keystr(path): each for path, each in tree_leaves_with_path(kept, is_leaf=is_kept)}
-
-
-def is_kept(node: object) -> bool:
-    """Returns whether a node says that a parameter is stored, and that nothing is kept beside."""
-    return isinstance(node, optax.EmptyState)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
-from jax.tree_util import (
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves_with_path,
-    tree_map_with_path,
-)
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp._messages import listed, users_stacklevel, wrong
@@ -35,8 +30,8 @@ from jmp.transforms._few_kernels import chunks
 from jmp.transforms._loss_scaling import WithLossScaleState
 from jmp.transforms._placement import BOX, parameter_path
 from jmp.transforms._rounding import RandomBits
-from jmp.transforms._states import find_states, find_storing
-from jmp.transforms._wrapping import Transformation, Wrapper
+from jmp.transforms._states import STORAGES, find_states, locate_storing
+from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string, register_for_export
 
 
@@ -66,6 +61,8 @@ Rule = tuple[str, str, DTypeLike]
 S = TypeVar("S")
 # For 8 bits: what small models put most of their accuracy into, and whose rows are seldom updated.
 EMBEDDINGS = "*embed*"
+OF_8_BITS = ("int8", "float8_e4m3fn")
+Peaks = dict[str, tuple[jax.Array, ...]]  # by the path of an array of the state
 
 
 def with_stored_state(
@@ -127,30 +124,30 @@ def with_stored_state(
     >>> state.inner_state[0].mu["w"].codes.dtype
     dtype(bfloat16)
     """
-    wrapper = Wrapper(inner, CALLER, WithStoredStateState)
-    rules = _rules(stored)
+    optimizer = checked_inner(inner, CALLER, WithStoredStateState)
+    given: Any = stored
+    is_one_dtype = isinstance(given, str) or not isinstance(given, Iterable)
+    rules = [("*", "*", _kind(given))] if is_one_dtype else list(map(_checked_rule, given))
     bits = RandomBits.of(CALLER, seed, specs)
     if rounding not in ("stochastic", "nearest"):
         raise wrong(ValueError, CALLER, rounding, "'stochastic' or 'nearest'", name="rounding")
 
     def init(params: optax.Params) -> WithStoredStateState:
         wide = cast_to_at_least_float32(params)
-        inner_state = wrapper.init_inner(wide)
+        inner_state = optimizer.init(wide)
         _check_order(inner_state)
-        return WithStoredStateState(jnp.zeros([], jnp.int32), rules.encode(inner_state, wide))
+        stored_state = _first_encoded(inner_state, wide, rules, spares=is_one_dtype)
+        return WithStoredStateState(jnp.zeros([], jnp.int32), stored_state)
 
     def update(
-        updates: optax.Updates,
-        state: WithStoredStateState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: WithStoredStateState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithStoredStateState]:
-        wide = cast_to_at_least_float32(updates), cast_to_at_least_float32(params)
+        gradients, seen = cast_to_at_least_float32((updates, params))
+        extra_args = with_gradients(extra_args, updates, gradients)
 
         def run(inner_state: PyTree) -> tuple[optax.Updates, PyTree]:
-            gradients, seen = wide
             decoded = decode_state(inner_state)
-            return wrapper.update_inner(updates, gradients, decoded, seen, extra_args)
+            return optimizer.update(gradients, decoded, seen, **extra_args)
 
         # Scales are found first; then all is computed again behind barriers. Without them XLA would
         # keep the new state, in float32, from one pass to the next. The first run computes only the
@@ -177,7 +174,7 @@ def with_stored_state(
             tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
         )
 
-    return wrapper.transformation(init, update)
+    return transformation(init, update, CALLER, WithStoredStateState)
 
 
 def is_stored(node: object) -> bool:
@@ -221,20 +218,19 @@ def encode_state(opt_state: S, values: PyTree) -> S:
     dtype('uint8')
     """
     encode = lambda old, new: encoded(new, old.kind) if is_stored(old) else new
-    stored: S = jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
-    return stored
+    return jax.tree.map(encode, opt_state, values, is_leaf=is_stored)
 
 
 def _peaks_like(
     old: PyTree, run: Callable[[PyTree], tuple[optax.Updates, PyTree]], gradients: PyTree
-) -> dict[str, tuple[jax.Array, ...]]:
+) -> Peaks:
     """Returns by path the peaks of the state that comes next; finds many arrays' together.
 
     The arrays of one parameter are in one reduction, which reads its gradient once; and so are a
     few parameters of one shape, whose rows are read side by side.
     """
+    structure: Any
     found, structure = tree_flatten_with_path(old, is_leaf=is_stored)
-    structure = cast(Any, structure)
     of_parameters: dict[Any, list[int]] = {}
     by_path = dict(tree_leaves_with_path(gradients))
     for position, (path, leaf) in enumerate(found):
@@ -248,7 +244,7 @@ def _peaks_like(
     for (_, kind), positions in of_parameters.items():
         types = tuple(jax.typeof(new[position]) for position in positions)
         alike.setdefault((kind, types), []).append(positions)
-    peaks: dict[str, tuple[jax.Array, ...]] = {}
+    peaks: Peaks = {}
     for (kind, types), parameters in alike.items():
         for some in chunks(parameters, max(1, ARRAYS_TOGETHER // len(types))):
             together = [position for positions in some for position in positions]
@@ -258,9 +254,7 @@ def _peaks_like(
     return peaks
 
 
-def _behind_barriers(
-    old: PyTree, peaks: dict[str, tuple[jax.Array, ...]]
-) -> tuple[PyTree, dict[str, tuple[jax.Array, ...]]]:
+def _behind_barriers(old: PyTree, peaks: Peaks) -> tuple[PyTree, Peaks]:
     """Returns a state and peaks of which no array can be had before the peaks that belong to it.
 
     Each array has its own barrier: arrays that share one count, inside of a shard_map, as different
@@ -277,58 +271,52 @@ def _behind_barriers(
     return tree_map_with_path(wait, old, is_leaf=is_stored), waited
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rules:
-    """Which arrays of a state are stored as what.
+def _first_encoded(
+    state: PyTree, params: PyTree, rules: Sequence[tuple[str, str, str]], spares: bool
+) -> PyTree:
+    """Returns the first state with some arrays encoded.
 
-    Attributes:
+    Args:
       rules: globs of the state's path and of the parameter's path, and the kind of storage.
       spares: whether 8 bits leave out vectors and embeddings, and all kinds the parameters' copies.
     """
+    by_path = dict(tree_leaves_with_path(params))
+    unused = dict(enumerate(rules))
+    seen: list[str] = []
 
-    rules: list[tuple[str, str, str]]
-    spares: bool
-
-    def encode(self, state: PyTree, params: PyTree) -> PyTree:
-        """Returns the first state with some arrays encoded."""
-        by_path = dict(tree_leaves_with_path(params))
-        used: set[int] = set()
-        seen: list[str] = []
-
-        def encode(path: tuple[Any, ...], node: Any) -> Any:
-            (inside, leaf), *_ = tree_leaves_with_path(node) or [((), None)]
-            path = (*path, *inside)
-            of = parameter_path(leaf, path, by_path)
-            if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
-                return node
-            names = _as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of)
-            seen.append(", ".join(names))
-            kind = self._kind(*names, leaf, used)
-            if kind == "float32" or (self.spares and leaf is by_path[of]):
-                return node
-            stored = encoded(leaf, kind)
-            return dataclasses.replace(stored, codes=jax.tree.map(lambda _: stored.codes, node))
-
-        found = tree_map_with_path(encode, state, is_leaf=_is_variable)
-        unused = [rule[:2] for index, rule in enumerate(self.rules) if index not in used]
-        if unused and not self.spares:
-            warnings.warn(
-                f"{CALLER} has rules that matched no array of the state: {listed(unused)}. Check "
-                f"their spelling (paths here are {listed(seen, most=4)}); "
-                "an earlier rule may have taken every match.",
-                UnusedRuleWarning,
-                stacklevel=users_stacklevel(),
-            )
-        return found
-
-    def _kind(self, path: str, of: str, leaf: jax.Array, used: set[int]) -> str:
-        for index, (of_state, of_parameter, kind) in enumerate(self.rules):
+    def kind_of(path: str, of: str) -> str:
+        for index, (of_state, of_parameter, kind) in enumerate(rules):
             if glob_matches(of_state, path) and glob_matches(of_parameter, of):
-                used.add(index)
-                is_spared = leaf.ndim < 2 or glob_matches(EMBEDDINGS, of.lower())
-                of_8_bits = kind in ("int8", "float8_e4m3fn")
-                return "float32" if self.spares and of_8_bits and is_spared else kind
+                unused.pop(index, None)
+                return kind
         return "float32"
+
+    def encode(path: tuple[Any, ...], node: Any) -> Any:
+        (inside, leaf), *_ = tree_leaves_with_path(node) or [((), None)]
+        path = (*path, *inside)
+        of = parameter_path(leaf, path, by_path)
+        if of is None or getattr(leaf, "dtype", None) != FLOAT32 or not leaf.size * leaf.ndim:
+            return node
+        names = _as_in_rules(path[: len(path) - len(of)]), _as_in_rules(of)
+        seen.append(", ".join(names))
+        kind = kind_of(*names)
+        is_small = leaf.ndim < 2 or glob_matches(EMBEDDINGS, names[1].lower())
+        is_copy = leaf is by_path[of]
+        if kind == "float32" or (spares and (is_copy or (is_small and kind in OF_8_BITS))):
+            return node
+        stored = encoded(leaf, kind)
+        return dataclasses.replace(stored, codes=jax.tree.map(lambda _: stored.codes, node))
+
+    found = tree_map_with_path(encode, state, is_leaf=_is_variable)
+    if unused and not spares:
+        warnings.warn(
+            f"{CALLER} has rules that matched no array of the state: "
+            f"{listed(rule[:2] for rule in unused.values())}. Check their spelling (paths here are "
+            f"{listed(seen, most=4)}); an earlier rule may have taken every match.",
+            UnusedRuleWarning,
+            stacklevel=users_stacklevel(),
+        )
+    return found
 
 
 def _as_in_rules(path: tuple[Any, ...]) -> str:
@@ -345,17 +333,12 @@ def _is_variable(node: object) -> bool:
     return any(of.__name__ == "Variable" and of.__module__.startswith("flax.") for of in classes)
 
 
-def _rules(stored: Any) -> _Rules:
-    if isinstance(stored, str) or not isinstance(stored, Iterable):
-        return _Rules([("*", "*", _kind(stored))], spares=True)
-    rules = []
-    for rule in stored:
-        are_globs = isinstance(rule, tuple) and all(isinstance(part, str) for part in rule[:2])
-        if not (are_globs and len(rule) == 3):
-            expected = "(glob of the state's path, glob of the parameter's path, dtype)"
-            raise wrong(TypeError, CALLER, rule, expected, name="a rule")
-        rules.append((*rule[:2], _kind(rule[2])))
-    return _Rules(rules, spares=False)
+def _checked_rule(rule: Any) -> tuple[str, str, str]:
+    are_globs = isinstance(rule, tuple) and all(isinstance(part, str) for part in rule[:2])
+    if not (are_globs and len(rule) == 3):
+        expected = "(glob of the state's path, glob of the parameter's path, dtype)"
+        raise wrong(TypeError, CALLER, rule, expected, name="a rule")
+    return *rule[:2], _kind(rule[2])
 
 
 def _kind(dtype: Any) -> str:
@@ -373,7 +356,7 @@ def _kind(dtype: Any) -> str:
 
 def _check_order(inner_state: PyTree) -> None:
     """Raises ValueError for what belongs around a stored state, not inside it."""
-    around = [(storage.caller, "") for _, storage in find_storing(inner_state)]
+    around = [(STORAGES[type(state)].caller, "") for state, _ in locate_storing(inner_state)]
     if find_states(inner_state, WithLossScaleState):
         around.insert(0, ("with_loss_scale", ", loss_scale"))
     for name, scale in around:

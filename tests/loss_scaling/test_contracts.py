@@ -403,8 +403,10 @@ def test_a_traced_dynamic_scale_is_accepted():
 @pytest.mark.parametrize("scale_class", [jmp.DynamicLossScale, jmp.HysteresisLossScale])
 @pytest.mark.parametrize("integer", [512, np.int32(512), np.array(512), jnp.int32(512)], ids=repr)
 def test_an_integer_scale_warns(scale_class, integer):
-    with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int"):
+    expected = "Expected floating type for loss_scale, got int"
+    with pytest.warns(UserWarning, match=expected) as warned:
         scale = scale_class(integer)
+    assert warned[0].filename == __file__  # the user's line
     assert scale.loss_scale.dtype == np.float32
     assert float(scale.loss_scale) == 512
 
