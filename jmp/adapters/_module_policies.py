@@ -182,7 +182,7 @@ class ModulePolicies:
                 "model. Wrap the part that differs separately: the inner policy holds there."
             )
         self.lowered = next(iter(halves), self.policy.compute_dtype)
-        self._key = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
+        self._key: Any = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModulePolicies) and self._key == other._key
@@ -198,10 +198,10 @@ class ModulePolicies:
             rule names a module around it. Autocast then warns of unused rules itself, if the policy
             or a rule is half.
         """
-        whole, half = self.policy, self.lowered
-        names = ("reduce_dtype", "product_dtype", "result_dtype")
-        others = {name: getattr(whole, name) for name in names}
-        policy = Policy(FLOAT32, half, half, **others)
+        half, full = self.lowered, FLOAT32_POLICY.param_dtype
+        policy = dataclasses.replace(
+            self.policy, param_dtype=full, compute_dtype=half, output_dtype=half
+        )
         rules = self.rules if name_scopes else None
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
@@ -258,12 +258,17 @@ _in_force = jax.make_user_context(default_value=None)
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal
-def marked_class(module_type: type, base: type, policies: ModulePolicies, named: Policy) -> type:
+def marked_class(
+    module_type: type, base: type, policies: ModulePolicies, named: Policy | None
+) -> type:
     """Returns a subclass of `module_type` whose methods run in the scope of the policy `named`.
 
     Args:
       base: the framework's class of all modules, whose own methods stay as they are.
+      named: what `ModulePolicies.named` returned; for None `module_type` itself is returned.
     """
+    if named is None:
+        return module_type
 
     def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method, updated=())
@@ -320,12 +325,7 @@ class ModuleScopes(ModulePolicies):
 
     def __init__(self) -> None:
         super().__init__("float32", (), {})
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleScopes)
-
-    def __hash__(self) -> int:
-        return hash(MODULE)
+        self._key = (MODULE,)
 
     @property
     def are_in_force(self) -> bool:

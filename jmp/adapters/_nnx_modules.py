@@ -56,7 +56,7 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     @functools.wraps(fun)  # options name its arguments, warnings name it
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
-        models = _nodes((args, kwargs))
+        models = instances_in((args, kwargs), nnx.Pytree, nnx.Variable)
         before = list(map(HeldByModule.of, models))
         with policies.in_force(), _prepared(models, policies):
             result = fun(*args, **kwargs)
@@ -71,7 +71,7 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        models = _nodes((args, kwargs))
+        models = instances_in((args, kwargs), nnx.Pytree, nnx.Variable)
         with nnx.update_context(tag):
             args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
             changed, after = lowered(*args, **kwargs)
@@ -84,11 +84,10 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     return mark_lowered(wrapped, policies.lowered)
 
 
-def _nodes(tree: PyTree) -> list[Any]:
-    """Returns the modules, optimizers and Variables among the leaves of a tree."""
-    kinds = (nnx.Pytree, nnx.Variable)
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
+def instances_in(tree: PyTree, *classes: type) -> list[Any]:
+    """Returns what is of some classes in a tree, such as its modules and optimizers."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, classes))
+    return [leaf for leaf in leaves if isinstance(leaf, classes)]
 
 
 @contextlib.contextmanager
@@ -98,11 +97,9 @@ def _prepared(models: Sequence[Any], policies: ModulePolicies) -> Iterator[None]
         for model in models:
             if isinstance(model, nnx.Module):
                 for module, path, classes in _modules_with_path(model):
-                    named = policies.named(module, path, classes)
-                    if named is not None:
-                        marked = marked_class(type(module), nnx.Module, policies, named)
-                        undone.callback(set_class, module, type(module))
-                        set_class(module, marked)
+                    own, named = type(module), policies.named(module, path, classes)
+                    undone.callback(set_class, module, own)
+                    set_class(module, marked_class(own, nnx.Module, policies, named))
                 policies.match_parameters(nnx.as_pure(nnx.state(model)))
         for _, variable in nnx.iter_graph(models):
             before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
@@ -226,9 +223,7 @@ def view_of(model: M, policies: ModulePolicies) -> M:
 @functools.cache  # one class for all views, so that their graph definitions compare equal
 def _view_class(module_type: type, policies: ModulePolicies, named: Policy | None) -> type:
     """Returns a subclass whose `__call__` runs under autocast, if it is not inside it already."""
-    base: Any = module_type
-    if named is not None:
-        base = marked_class(module_type, nnx.Module, policies, named)
+    base = marked_class(module_type, nnx.Module, policies, named)
     body: dict[str, Any] = {_POLICIES: policies}
     if "__call__" in dir(module_type):
         body["__call__"] = _lowered_call(base, policies)
@@ -377,7 +372,7 @@ def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         if is_method:
             args = (merge_modules(split_modules(own)), *args)
-        elif not any(map(_is_split, jax.tree.leaves((args, kwargs), is_leaf=_is_split))):
+        elif not instances_in((args, kwargs), SplitModule):
             return fun(*args, **kwargs)
         args, kwargs = merge_modules((args, kwargs))
         return lifted(*args, **kwargs)

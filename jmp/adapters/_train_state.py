@@ -130,11 +130,7 @@ class TrainState(train_state.TrainState):
         return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
 
     def apply_gradients(
-        self,
-        *,
-        grads: optax.Updates,
-        extra_args: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, *, grads: optax.Updates, extra_args: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Self:
         """Returns the next state, or on overflow this one with a smaller scale.
 
@@ -269,7 +265,7 @@ def _train_state_to_dict(node: PyTree) -> dict[str, Any]:
 
 def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
     fields = _array_fields(node)
-    if getattr(node, "batch_stats", ()) is None:  # Flax's TrainState does not have this field
+    if node.batch_stats is None:  # Flax's TrainState does not have this field
         state = {"batch_stats": None, **state}
     if set(state) != set(fields):
         raise ValueError(
@@ -301,13 +297,7 @@ def _check_optimizer(node: PyTree, saved: Any) -> None:
 
 
 _exchange_made_by_flax(TrainState)
-for held in (
-    NoOpLossScale,
-    StaticLossScale,
-    DynamicLossScale,
-    HysteresisLossScale,
-    StoredArray,
-):
+for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, StoredArray):
     serialization.register_serialization_state(
         held, _to_state_dict, _from_state_dict, override=True
     )

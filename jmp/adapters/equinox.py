@@ -45,11 +45,7 @@ R = TypeVar("R")
 
 @or_decorator
 def autocast(
-    fun: Any = None,
-    policy: Any = None,
-    *,
-    rules: Sequence[Rule] = (),
-    **options: Any,
+    fun: Any = None, policy: Any = None, *, rules: Sequence[Rule] = (), **options: Any
 ) -> Any:
     """Returns `fun`, a function of Equinox modules, computing in mixed precision.
 
@@ -106,11 +102,11 @@ def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
     modules runs as it is, see `takes_marked_modules`.
     """
 
+    marked = with_marked_modules(fun, ModuleScopes())
+
     @functools.wraps(fun)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if takes_marked_modules(fun, args, kwargs):
-            return with_marked_modules(fun, ModuleScopes())(*args, **kwargs)
-        return fun(*args, **kwargs)
+        return (marked if takes_marked_modules(fun, args, kwargs) else fun)(*args, **kwargs)
 
     return scoped
 
@@ -192,8 +188,7 @@ def scaled_value_and_grad(
         differentiate = differentiate_scaled(_of_params(fun, static), loss_scale, has_aux=has_aux)
         return differentiate(params, *args, **kwargs)
 
-    typed: Callable[P, tuple[Any, Any]] = wrapped  # type: ignore[assignment]  # its first is named
-    return typed
+    return wrapped  # type: ignore[return-value]  # its first argument is named
 
 
 def train_step(
@@ -270,8 +265,7 @@ def _mark_module(policies: ModulePolicies, module: eqx.Module) -> Any:
 
     def mark(node: eqx.Module, path: str, classes: tuple[type, ...]) -> type:
         named = policies.named(node, path, classes)
-        own = type(node)
-        return own if named is None else marked_class(own, eqx.Module, policies, named)
+        return marked_class(type(node), eqx.Module, policies, named)
 
     def widen(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
         policies.rules.policy_for(path, classes)  # rules may name single arrays

@@ -84,10 +84,9 @@ def autocast(
         # Another wrapped model may be inside this one; an unbound module has no parameters.
         if not policies.are_in_force or context.module.scope is None:
             return call(*args, **kwargs)
-        module, *around = _with_parents(context.module)
-        root = [module, *around][-1]
-        classes = [type(node) for node in (module, *around)]
-        named = policies.named(module, "/".join(module.path), classes, root=type(root).__name__)
+        module = context.module
+        classes = _with_classes_around(module)
+        named = policies.named(module, "/".join(module.path), classes, classes[-1].__name__)
         with policies.scope(named):
             return call(*args, **kwargs)
 
@@ -142,14 +141,12 @@ def cast_params(variables: T, policy: str | Policy, rules: Sequence[Rule] | None
     refuse_other_models(variables, "cast_params", "variables", "", "what model.init returned")
     policy = get_policy(policy)
     rules = None if rules is None else tuple(rules)  # read more than once
+    cast_params_only = functools.partial(cast_by_paths, policy=policy, rules=rules)
     if not _has_collections(variables):
-        return cast_by_paths(variables, policy, rules)
+        return cast_params_only(variables)
     statistics_dtype = policy_of_norms(policy, rules).param_dtype
-    return _with_cast(
-        variables,
-        params=lambda params: cast_by_paths(params, policy, rules),
-        batch_stats=lambda statistics: cast_floating(statistics, statistics_dtype),
-    )
+    cast_statistics = functools.partial(cast_floating, dtype=statistics_dtype)
+    return _with_cast(variables, params=cast_params_only, batch_stats=cast_statistics)
 
 
 def _apply_of(apply_fn: Any) -> Any:
@@ -174,14 +171,13 @@ def _is_unbound(value: object) -> bool:
     return isinstance(value, nn.Module) and value.scope is None
 
 
-def _with_parents(module: nn.Module) -> list[nn.Module]:
-    """Returns a module and those around it, innermost first."""
-    nodes = []
-    node: Any = module
-    while isinstance(node, nn.Module):
-        nodes.append(node)
-        node = node.parent
-    return nodes
+def _with_classes_around(module: Any) -> list[type]:
+    """Returns the class of a module and of those around it, innermost first."""
+    classes = []
+    while isinstance(module, nn.Module):
+        classes.append(type(module))
+        module = module.parent
+    return classes
 
 
 def _widened(variables: PyTree, policies: ModulePolicies) -> PyTree:

@@ -25,7 +25,7 @@ from jmp import transforms
 from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import cast_in_place, lift, view_of, whole_if_it_fails
+from jmp.adapters._nnx_modules import cast_in_place, instances_in, lift, view_of, whole_if_it_fails
 from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, or_decorator
 from jmp.autocasting._numbers import dtype_of
@@ -247,7 +247,7 @@ def train_step(
     _check_is_lowered(optimizer, loss_fn, model, args)
     argnums = nnx.DiffState(0, optimizer.wrt)
     differentiate = scaled_value_and_grad(loss_fn, loss_scale(optimizer), argnums, has_aux)
-    with _atomic(model, optimizer, _modules_in(args)):
+    with _atomic(model, optimizer, instances_in(args, nnx.Module)):
         value, gradients = differentiate(model, *args)
         given = {"value": value[0] if has_aux else value, **(extra_args or {})}
         # Not all of optax takes more than gradients.
@@ -288,10 +288,7 @@ def _check_is_lowered(
 
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any],
-    loss_scale: LossScale,
-    argnums: Any = 0,
-    has_aux: bool = False,
+    fun: Callable[..., Any], loss_scale: LossScale, argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `nnx.value_and_grad`, for a loss times its scale; see `jmp.scaled_value_and_grad`.
 
@@ -372,30 +369,22 @@ def atomic_step(
         _check_kind("atomic_step", "others", module, nnx.Module)
     loss_scale(optimizer)  # an order that does not work is refused
     check_is_scaled(nnx.as_pure(optimizer.opt_state), model)
-    return _updating_once(model, optimizer, list(others))
-
-
-@contextlib.contextmanager
-def _updating_once(
-    model: nnx.Module, optimizer: nnx.Optimizer[Any], others: list[nnx.Module]
-) -> Iterator[None]:
-    before = optimizer.step.get_raw_value()
-    with _atomic(model, optimizer, others):
-        yield
-        if optimizer.step.get_raw_value() is before:
-            raise ValueError(
-                "atomic_step ended without a step of its optimizer; expected "
-                "optimizer.update(model, gradients) inside. Nothing was changed."
-            )
+    return _atomic(model, optimizer, list(others))
 
 
 @contextlib.contextmanager
 def _atomic(
     model: nnx.Module, optimizer: nnx.Optimizer[Any], others: list[nnx.Module]
 ) -> Iterator[None]:
+    step = optimizer.step.get_value()
     before, state_before = _moved_by_a_step(model, optimizer, others)
     with whole_if_it_fails(model, optimizer, others):
         yield
+        if optimizer.step.get_value() is step:
+            raise ValueError(
+                "atomic_step ended without a step of its optimizer; expected "
+                "optimizer.update(model, gradients) inside. Nothing was changed."
+            )
         after, state_after = _moved_by_a_step(model, optimizer, others)
         kept, opt_state = keep_if_skipped(after, before, state_after, state_before)
         variables, beside, optimizer.step[...] = kept
@@ -412,11 +401,6 @@ def _moved_by_a_step(
     beside = nnx.state(others, nnx.filterlib.Any(nnx.Param, nnx.BatchStat))
     moved = (nnx.as_pure(variables), nnx.as_pure(beside), optimizer.step[...])
     return moved, nnx.as_pure(optimizer.opt_state)
-
-
-def _modules_in(args: Any) -> list[nnx.Module]:
-    is_module = lambda node: isinstance(node, nnx.Module)
-    return list(filter(is_module, jax.tree.leaves(args, is_leaf=is_module)))
 
 
 def _check_kind(caller: str, name: str, value: object, expected: type) -> None:

@@ -9,13 +9,12 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jmp import _jax_compat
+from jmp import _jax_compat, adapters
 from jmp._messages import check_function, described, framework_of, listed
-from jmp.adapters._module_policies import ModuleScopes
 from jmp.autocasting import NoHalfProductWarning, autocast
 from jmp.autocasting._autocast import make_program
 from jmp.autocasting._program import Program, runs_late
@@ -26,11 +25,7 @@ from jmp.trees import PyTree, stands_for_numbers
 
 
 def asked_function(
-    caller: str,
-    call: str,
-    fun: Callable[..., Any],
-    early: tuple[Any, ...],
-    policy: str | Policy | None = None,
+    call: str, fun: Callable[..., Any], early: tuple[Any, ...], policy: str | Policy | None = None
 ) -> Callable[..., Any]:
     """Returns the function that is asked about, as a function of what `split_arguments` returns.
 
@@ -38,28 +33,31 @@ def asked_function(
     modules stay as they are. Methods of nnx modules, and of Equinox modules among the arguments,
     open scopes with the paths of the modules. Arguments and errors: see `check_asked`.
 
-    >>> asked_function("compare", "compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
+    >>> asked_function("compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
     2
     """
-    check_asked(caller, call, fun, early, policy)
+    check_asked(call, fun, early, policy)
+    return in_module_scopes(fun)
+
+
+def in_module_scopes(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what `asked_function` does, for a function that was checked already."""
     if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
         return fun
     if "flax.nnx" in sys.modules:  # else there is no module of it
         fun = _nnx().of_split_modules(fun, in_scopes=True)
-    return _equinox().in_scopes(fun) if "equinox" in sys.modules else fun
+    return adapters.equinox.in_scopes(fun) if "equinox" in sys.modules else fun
 
 
-def check_asked(
-    caller: str, call: str, fun: object, early: tuple[Any, ...], policy: object = None
-) -> None:
+def check_asked(call: str, fun: object, early: tuple[Any, ...], policy: object = None) -> None:
     """Raises TypeError if `fun` is no function, or if its arguments came in the first call.
 
     Args:
-      caller: the diagnostic.
-      call: the right call, for the error.
+      call: the right call, for the error; it begins with the name of the diagnostic.
       early: further positional arguments, which belong in the second call.
       policy: text or a `Policy`; None if it was left out.
     """
+    caller = call.partition("(")[0]
     check_function(fun, caller, call)
     is_policy = policy is None or isinstance(policy, (str, Policy))
     if early or not is_policy:
@@ -145,44 +143,32 @@ def _nnx() -> Any:
     return importlib.import_module("jmp.adapters._nnx_modules")
 
 
-def _equinox() -> Any:
-    return importlib.import_module("jmp.adapters.equinox")
+def lowering_of(
+    loss: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], str | None]:
+    """Returns the `autocast` whose rules name the scopes that `in_module_scopes` opens in a loss.
 
-
-class Scoped(NamedTuple):
-    """A loss whose scopes can be asked about."""
-
-    loss: Callable[..., Any]  # modules among its arguments open scopes
-    autocast: Callable[..., Any]  # takes the rules that are found
-    framework: str | None  # if rules name paths of its modules; None if they name scopes
-
-
-def scoped(loss: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Scoped:
-    """Returns a loss in which the nnx or Equinox modules among its arguments open scopes.
-
-    Without modules, and with only parts of Equinox modules, the loss is returned as it is.
+    That is the one of the adapter if nnx modules, or whole Equinox modules, are among the
+    arguments.
 
     Args:
       loss: a function of modules.
       args, kwargs: what `split_arguments` returned of its arguments.
+
+    Returns: the `autocast`, for functions of these arguments, and the framework of the modules;
+      None if rules name scopes.
     """
     given = args, kwargs
-    if _contains(given, _is_split_module):
-        adapter = importlib.import_module("jmp.adapters.nnx")
+    if "flax.nnx" in sys.modules and _nnx().instances_in(given, _nnx().SplitModule):
 
         def lower(fun: Any, *policy: Any, **options: Any) -> Any:
-            lowered = adapter.autocast(fun, *policy, **options)
+            lowered = adapters.nnx.autocast(fun, *policy, **options)
             return _nnx().of_split_modules(lowered, in_scopes=False)
 
-        return Scoped(_nnx().of_split_modules(loss, in_scopes=True), lower, "flax.nnx")
-    if not (_contains(given, _is_equinox) and _equinox().takes_marked_modules(loss, *given)):
-        return Scoped(loss, autocast, None)
-    in_scopes = _equinox().with_marked_modules(loss, ModuleScopes())
-    return Scoped(in_scopes, _equinox().autocast, "equinox")
-
-
-def _contains(tree: PyTree, is_module: Callable[[Any], bool]) -> bool:
-    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+        return lower, "flax.nnx"
+    if "equinox" in sys.modules and adapters.equinox.takes_marked_modules(loss, *given):
+        return adapters.equinox.autocast, "equinox"
+    return autocast, None
 
 
 def _is_equinox(value: Any) -> bool:

@@ -18,7 +18,7 @@ from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import PrecisionWarning, users_stacklevel, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments
-from jmp.diagnostics._tables import Report, table
+from jmp.diagnostics._tables import Report, grouped, table
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
@@ -76,8 +76,7 @@ def compare(
     >>> [(row.kind, row.path, row.relative_error < 0.01) for row in comparison.rows]
     [('result', '', True), ('gradient', 'w', True)]
     """
-    call = "compare(fun, policy)(*args)"
-    fun = asked_function("compare", call, fun, early, policy)
+    fun = asked_function("compare(fun, policy)(*args)", fun, early, policy)
     check_scale(scale, "compare")
     lowered = autocast(fun, policy, **options)
 
@@ -173,21 +172,17 @@ class Comparison(Report):
         >>> [(row.path, row.elements) for row in rows if row.kind == "gradient"]
         [('dense', 6)]
         """
-        groups: dict[tuple[str, str], list[Difference]] = {}
-        for row in self.rows:
-            prefix = "/".join(row.path.split("/")[:depth])
-            groups.setdefault((row.kind, prefix), []).append(row)
-        return self._worst_first(error_of_all(*key, leaves) for key, leaves in groups.items())
+        prefix = lambda row: (row.kind, "/".join(row.path.split("/")[:depth]))
+        groups = grouped(self.rows, prefix).items()
+        return self._worst_first(error_of_all(*key, leaves) for key, leaves in groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings.
 
         Errors may be infinite or NaN.
         """
-        data = super().to_dict()
-        for row, entry in zip(self.rows, data["rows"], strict=True):
-            entry["relative_error"] = row.relative_error
-        return data
+        rows = [{**vars(row), "relative_error": row.relative_error} for row in self.rows]
+        return super().to_dict() | {"rows": rows}
 
     def __str__(self) -> str:
         scaled = f", loss scale {self.scale:g}" if self.scale != 1 else ""
@@ -282,9 +277,9 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
 
     if has_aux:
         loss, aux = pair_of(results, "(loss, aux)")
-        zeros = [cotangent(x, 0) for x in jax.tree.leaves(aux)]
-        of_loss = jax.tree.leaves(jax.tree_util.tree_map_with_path(of, loss))
-        return jax.tree.unflatten(jax.tree.structure(results), [*of_loss, *zeros])
+        zeros = jax.tree.map(lambda x: cotangent(x, 0), aux)
+        leaves = jax.tree.leaves((jax.tree_util.tree_map_with_path(of, loss), zeros))
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
     is_pair = isinstance(results, (tuple, list)) and len(results) == 2
     if is_pair and jax.tree.leaves(results)[0] is results[0] and np.ndim(results[0]) == 0:
         raise TypeError(

@@ -11,7 +11,7 @@ import glob
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from jmp.diagnostics._arguments import (
     check_asked,
     check_numbers,
     half_program,
-    scoped,
+    in_module_scopes,
+    lowering_of,
     split_arguments,
     without_warnings_of_plans,
 )
@@ -39,7 +40,7 @@ from jmp.diagnostics._comparison import (
     comparison_of,
     results_and_gradients,
 )
-from jmp.diagnostics._float32_scopes import Errors, Float32Scopes, ScopeAlone, errors_of
+from jmp.diagnostics._tables import Report, table
 from jmp.diagnostics._walk import path_in_rules, scopes_path
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -47,6 +48,9 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32, holds_numbers
 
+SHOWN = 8
+NOWHERE = "what is in no scope"
+Errors = tuple[float, float]  # of the loss, of the gradient
 CALL = "find_float32(loss_fn, policy)(*args)"
 Scopes = frozenset[str]  # their paths
 
@@ -111,7 +115,7 @@ def find_float32(
     >>> found.rules
     [('head', 'float32')]
     """
-    check_asked("find_float32", CALL, loss_fn, early, policy)
+    check_asked(CALL, loss_fn, early, policy)
     if unknown := sorted(set(options) - AllOptions.__optional_keys__):
         raise TypeError(
             f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
@@ -129,10 +133,12 @@ def find_float32(
         _, (value, _) = scaled(*args, **kwargs)
         return value
 
+    with_scopes = in_module_scopes(loss)
+
     def find(*args: Any, **kwargs: Any) -> Float32Scopes:
         given = cast_to_at_least_float32(split_arguments(*args, **kwargs))
         given = jax.tree.map(_on_device, given)
-        with_scopes, lower, framework = scoped(loss, *given)
+        lower, framework = lowering_of(loss, *given)
         if framework and given_rules:
             raise ValueError(
                 f"find_float32 got rules= and modules of {framework}, whose paths they name; "
@@ -147,14 +153,14 @@ def find_float32(
         check_numbers(call.arrays, "find_float32", expected)
         with without_warnings_of_plans():
             plan = program.trace(*given).plan
-        scopes, asked = _scopes_of(plan, of_modules=framework is not None)
+        of_modules = framework is not None
+        scopes, asked = _scopes_of(plan, of_modules)
         with jax.default_matmul_precision("highest"):
             reference = results_and_gradients(with_scopes, given, argnums, 1.0)
         _check_finite(reference)
 
         def rules_with(kept: Scopes) -> list[Rule]:
             policies = dict.fromkeys(scopes, str(policy)) | dict.fromkeys(kept, higher)
-            of_modules = framework is not None
             return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
 
         def comparison(rules: Sequence[Rule]) -> Comparison:
@@ -162,28 +168,136 @@ def find_float32(
             found = results_and_gradients(lowered, given, argnums, scale)
             return comparison_of(policy, scale, found, reference)
 
+        @functools.cache
         def errors(low: Scopes) -> Errors:
             with without_warnings_of_plans():
                 return errors_of(comparison(rules_with(frozenset(scopes) - low)))
 
-        errors = functools.cache(errors)
         found = search(asked, errors, tolerance)
         rules = rules_with(found.kept)
-        alone = [
-            ScopeAlone(path, *both, is_kept=path in found.kept)
-            for path, both in found.alone.items()
-        ]
+        alone = sorted(found.alone.items(), key=lambda item: -max(item[1]))  # the worst first
         return Float32Scopes(
             policy=str(get_policy(policy)),
             higher=higher,
             tolerance=tolerance,
             rules=rules,
             all_low=errors(frozenset(asked)),
-            scopes=sorted(alone, key=lambda one: -max(one.loss_error, one.gradient_error)),
+            scopes=[ScopeAlone(path, *both, path in found.kept) for path, both in alone],
             comparison=comparison(rules),
         )
 
     return find
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeAlone:
+    """The error of the program in which one scope has the policy, and all others what is higher.
+
+    That is float32, or of a policy with float8 products the same without float8.
+
+    Attributes:
+      path: names of scopes, or of modules, joined by slashes; "" for operations that are in none.
+        Operations of an inner scope do not count.
+      loss_error, gradient_error: relative errors, see `find_float32`; infinite if they are NaN.
+      is_kept: whether the rules that were found keep it out of the policy.
+
+    >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, is_kept=True)
+    >>> scope.path, scope.is_kept
+    ('head', True)
+    """
+
+    path: str
+    loss_error: float
+    gradient_error: float
+    is_kept: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32Scopes(Report):
+    """What `find_float32` found; `print` shows it, `to_dict` gives the data.
+
+    Attributes:
+      policy: the policy, as text.
+      higher: "float32", or the policy without float8 if it has float8 products.
+      tolerance: of the relative errors.
+      rules: for `rules=` of `jmp.autocast`; the given rules come first. There is none if no scope
+        needs `higher`.
+      all_low: the errors of loss and gradient with all scopes in the policy.
+      scopes: the scopes that were tried alone, the worst first, and so all that need a rule.
+      comparison: `compare` of the program with these rules against float32.
+
+    >>> from jmp.diagnostics import compare
+    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
+    >>> scopes = Float32Scopes(
+    ...     "mixed_bfloat16", "float32", 0.01, [], (0.0, 0.0), [], comparison
+    ... )
+    >>> scopes.rules, scopes.is_within  # exact in bfloat16
+    ([], True)
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ("loss_error", "gradient_error", "is_within")
+    policy: str
+    higher: str
+    tolerance: float
+    rules: list[Rule]
+    all_low: Errors
+    scopes: list[ScopeAlone]
+    comparison: Comparison
+
+    @property
+    def loss_error(self) -> float:
+        """The relative error of the loss with the rules."""
+        return errors_of(self.comparison)[0]
+
+    @property
+    def gradient_error(self) -> float:
+        """The relative error of the gradient with the rules, all leaves as one vector."""
+        return errors_of(self.comparison)[1]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether both errors are within the tolerance."""
+        return max(self.loss_error, self.gradient_error) <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, numbers and strings.
+
+        Errors may be infinite.
+        """
+        rules = [(str(target), str(policy)) for target, policy in self.rules]
+        return super().to_dict() | {"rules": rules, "comparison": self.comparison.to_dict()}
+
+    def __str__(self) -> str:
+        low, stay = "in half", "stay in float32"
+        if self.higher != "float32":
+            low, stay = "in float8", "stay out of float8"
+        kept = [scope for scope in self.scopes if scope.is_kept]
+        asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
+        lines = [f"{asked}: no scope has to {stay}"]
+        if kept:
+            count = f"{len(kept)} scope{'s' * (len(kept) > 1)} must {stay}"
+            lines = [f"{asked}: {count}", "rules=["]
+            lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
+            if any(not scope.path for scope in kept):
+                lines.append(
+                    f"'' is {NOWHERE}: the loss, and what the outermost module computes itself"
+                )
+        rows = [("all scopes, without rules", *self.all_low)] if kept else []
+        what = "with these rules" if self.rules else "all scopes"
+        rows.append((what, self.loss_error, self.gradient_error))
+        for scope in self.scopes[: max(SHOWN, len(kept) + 2)]:
+            name = f"only {scope.path or NOWHERE}"
+            rows.append((name, scope.loss_error, scope.gradient_error))
+        cells = [(name, f"{loss:.2g}", f"{grad:.2g}") for name, loss, grad in rows]
+        lines.append(table((low, "loss error", "gradient error"), cells))
+        return "\n".join(lines)
+
+
+def errors_of(comparison: Comparison) -> Errors:
+    """Returns the relative errors of the loss and of the gradient, all leaves as one vector."""
+    rows = {row.kind: row.relative_error for row in comparison.by_module(0)}
+    errors = {kind: math.inf if math.isnan(error) else error for kind, error in rows.items()}
+    return errors["result"], errors["gradient"]
 
 
 def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], list[str]]:
@@ -194,9 +308,9 @@ def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], list[str]]:
 
     Raises: ValueError if there is none, or none that a rule could name.
     """
-    half, float8 = str(plan.request.settings.compute_dtype), str(OPERANDS)
-    in_half: dict[str, None] = {}
-    in_float8: dict[str, None] = {}
+    settings = plan.request.settings
+    half = str(settings.compute_dtype)
+    scopes_with: dict[str, dict[str, None]] = {half: {}, str(OPERANDS): {}}  # by dtype
     for operation in operations_of(steps_of(plan)):
         if operation.node.region.is_decided:  # by an autocast inside
             continue
@@ -204,26 +318,24 @@ def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], list[str]]:
             path = next(iter(module_paths(_jax_compat.scope_names(operation.scope))), "")
         else:
             path = path_in_rules(scopes_path(operation.scope))
-        dtypes = {*operation.dtypes_in, *operation.dtypes_out}
-        if half in dtypes:
-            in_half[path] = None
-        if float8 in dtypes:
-            in_float8[path] = None
+        for dtype in (*operation.dtypes_in, *operation.dtypes_out):
+            scopes_with.setdefault(dtype, {})[path] = None
+    in_half = list(scopes_with[half])
     if not in_half:
         raise ValueError(
             "find_float32 got a function in which autocast puts nothing in half: it has no "
             "product, or it runs under autocast already, as what an adapter returns. Expected "
             "the function in float32: loss_fn, and not jmp.autocast(loss_fn, policy)."
         )
-    if list(in_half) == [""] and not of_modules:
+    if in_half == [""] and not of_modules:
         raise ValueError(
             "find_float32 got a function that opens no name scopes, so that no rule can name a "
             "part of it. Modules of Flax linen and Haiku open them, and so do modules of nnx "
             "and Equinox that are arguments; elsewhere write with jax.named_scope('head'): "
             "around each part, such as the call of a layer."
         )
-    has_float8 = plan.request.settings.policy.product_dtype is not None
-    return list(in_half), list(in_float8 if has_float8 else in_half)
+    asked = half if settings.policy.product_dtype is None else str(OPERANDS)
+    return in_half, list(scopes_with[asked])
 
 
 def _without_float8(policy: str | Policy) -> str:
@@ -343,10 +455,10 @@ def rules_for(
 
 def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
     if tolerance is None:
-        dtype = get_policy(policy).compute_dtype
-        if get_policy(policy).product_dtype is not None:
+        policy = get_policy(policy)
+        if policy.product_dtype is not None:
             return float(jnp.finfo(OPERANDS).eps)
-        return 8 * float(jnp.finfo(dtype).eps)
+        return 8 * float(jnp.finfo(policy.compute_dtype).eps)
     expected = "a relative error, above zero, such as 0.01"
     if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
         raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")

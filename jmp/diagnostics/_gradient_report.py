@@ -41,9 +41,9 @@ class Tapped(NamedTuple):
     merged."""
 
     path: str
+    dtype: str
     operation: str
     source: str
-    dtype: str
 
 
 BYTES = 4  # of an int32
@@ -96,8 +96,7 @@ def gradient_report(
     >>> scaled.total("activation gradient").shares("float16").normal
     1.0
     """
-    call = "gradient_report(loss_fn, policy)(*args)"
-    loss_fn = asked_function("gradient_report", call, loss_fn, early, policy)
+    loss_fn = asked_function("gradient_report(loss_fn, policy)(*args)", loss_fn, early, policy)
     exponent_of(scale)  # refuses what is no power of two
     compute_dtype = np.dtype(np.float32 if policy is None else get_policy(policy).compute_dtype)
     half = compute_dtype if is_half(compute_dtype) else None
@@ -120,15 +119,12 @@ def gradient_report(
         rows = []
         for role, counts, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
             for (i, path), counted in zip(paths.items(), counts, strict=True):
-                rows.append(row_of(role, path, str(arrays[i].dtype), counted, scale=in_them))
+                rows.append(row_of(role, path, str(arrays[i].dtype), counted, in_them))
         both = {place: from_bytes(sums[place]) for place in probes}  # a value, and its cotangent
-        for index, (role, in_them) in enumerate(
-            (("activation", 1.0), ("activation gradient", scale))
-        ):
-            for (path, operation, source, dtype), counts in both.items():
-                where = {"scale": in_them, "operation": operation, "source": source}
+        for index, role, in_them in ((0, "activation", 1.0), (1, "activation gradient", scale)):
+            for (path, dtype, *where), counts in both.items():
                 if counts[index].any():  # else no gradient reaches it
-                    rows.append(row_of(role, path, dtype, counts[index], **where))
+                    rows.append(row_of(role, path, dtype, counts[index], in_them, *where))
         return RangeReport(tuple(rows), str(half or "float16"))
 
     return report
@@ -215,7 +211,7 @@ def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
         tapped = []
         for index, result in enumerate(results):
             if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
-                place = Tapped(replayed.path, operation, users_line(equation), str(result.dtype))
+                place = Tapped(replayed.path, str(result.dtype), operation, users_line(equation))
                 result = tap((*replayed.position, index), place, result)
             tapped.append(result)
         return tapped

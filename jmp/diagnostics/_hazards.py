@@ -1,19 +1,19 @@
 """Hazards of a precision report: sentences that ask the user to act. Most programs have none."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
 from jmp.autocasting._carries import find_caches
 from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
-from jmp.autocasting._operations import Operation, is_product
-from jmp.autocasting._steps import Plan
+from jmp.autocasting._operations import Operation, is_product, read_offsets_of, rounded_arguments_of
+from jmp.autocasting._steps import Plan, steps_of
 from jmp.diagnostics._ranges import FLOAT8, HALVES
-from jmp.diagnostics._rows import Row, product_of
+from jmp.diagnostics._rows import Row, added_up, product_of
 from jmp.diagnostics._tables import size
-from jmp.diagnostics._walk import path_of, place_name, source_line
+from jmp.diagnostics._walk import module_and_line, place_name
 
 # Reasons of float32 products that the user asked for, or that belong to no network.
 DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
@@ -31,100 +31,99 @@ SHARE = 0.01
 LEAST_CACHE = 10**6
 
 
-def delicate_in_half(rows: list[Row]) -> list[str]:
-    """Returns a sentence for each sum or exponential in half, and for each product in float32."""
-    found = []
+def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iterator[str]:
+    """Yields the hazards of a plan, in the order of a report; operations and rows are its own."""
+    half = str(plan.request.settings.compute_dtype)
+    yield from delicate_in_half(added_up(rows, with_repeated=True))
+    yield from lost_digits(plan, half)
+    yield from in_other_half(rows, half)
+    yield from dear_in_float32(rows)
+    for rule in plan.request.policy_rules.unused:
+        yield f"the rule {rule} matched no scope"
+    yield from float32_caches(plan)
+    yield from odd_sizes(operations)
+    yield from no_float8(rows)
+
+
+def delicate_in_half(rows: list[Row]) -> Iterator[str]:
+    """Yields a sentence for each sum or exponential in half, and for each product in float32."""
     for row in rows:
-        place = f"{row.operation} at {place_name(row.source, row.module)}"
         in_half = row.dtype_in in HALVES
         if row.kind == "reduction" and in_half:
-            found.append(f"{place} adds up in {row.dtype_in}: small terms are lost")
+            yield f"{_at(row)} adds up in {row.dtype_in}: small terms are lost"
         elif row.kind == "exponential" and in_half:
-            found.append(f"{place} runs in {row.dtype_in}: it overflows, or loses all digits")
+            yield f"{_at(row)} runs in {row.dtype_in}: it overflows, or loses all digits"
         elif row.kind == "product" and not (
             row.dtype_in in (*HALVES, FLOAT8)
             or row.precision == "HIGHEST"
             or row.why.startswith(DELIBERATE)
         ):
-            found.append(f"{place} multiplies in {row.dtype_in}: {row.why}")
-    return found
+            yield f"{_at(row)} multiplies in {row.dtype_in}: {row.why}"
 
 
-def in_other_half(rows: list[Row], half: str) -> list[str]:
-    """Returns a sentence on products in the other half type, which the function casts to itself."""
-    products = [row for row in rows if row.kind == "product"]
-    found = [row for row in products if row.dtype_in in HALVES and row.dtype_in != half]
-    if not found:
-        return []
-    first, times = found[0], sum(row.times for row in found)
-    place = _and_others(f"{first.operation} at {place_name(first.source, first.module)}", times - 1)
-    return [f"{place} multiplies in {first.dtype_in}, not in {half}: {first.why}"]
+def in_other_half(rows: list[Row], half: str) -> Iterator[str]:
+    """Yields a sentence on products in the other half type, which the function casts to itself."""
+    others = {*HALVES} - {half}
+    found = [row for row in rows if row.kind == "product" and row.dtype_in in others]
+    if found:
+        first, times = found[0], sum(row.times for row in found)
+        place = _and_others(_at(first), times - 1)
+        yield f"{place} multiplies in {first.dtype_in}, not in {half}: {first.why}"
 
 
-def dear_in_float32(rows: list[Row]) -> list[str]:
-    """Returns a sentence on the products that autocast binds with the highest precision.
+def dear_in_float32(rows: list[Row]) -> Iterator[str]:
+    """Yields a sentence on the products that autocast binds with the highest precision.
 
     No tensor core multiplies them. A precision that the user or the product names gives no
     sentence.
     """
     products = [row for row in rows if row.kind == "product"]
-    total = sum(row.flops for row in products)
     found = [row for row in products if row.precision == "HIGHEST"]
-    count = sum(row.flops for row in found)
-    if not count or count < SHARE * total:
-        return []
-    largest = max(found, key=lambda row: row.flops)
-    place = f"{largest.operation} at {place_name(largest.source, largest.module)}"
-    return [
-        f"{_and_others(place, len(found) - 1)} multiplies "
-        f"float32 with HIGHEST precision ({count / total:.0%} of the operations of products): an "
-        f"H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and {TF32_PEAK / 1e12:.0f} in TF32, "
-        f"so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} times as long. If TF32's 11 bits are "
-        "enough, put it under jax.default_matmul_precision('tensorfloat32') inside the function"
-    ]
+    total, count = (sum(row.flops for row in some) for some in (products, found))
+    if count and count >= SHARE * total:
+        place = _and_others(_at(max(found, key=lambda row: row.flops)), len(found) - 1)
+        yield (
+            f"{place} multiplies float32 with HIGHEST precision ({count / total:.0%} of the "
+            f"operations of products): an H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and "
+            f"{TF32_PEAK / 1e12:.0f} in TF32, so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} "
+            "times as long. If TF32's 11 bits are enough, put it under "
+            "jax.default_matmul_precision('tensorfloat32') inside the function"
+        )
 
 
-def lost_digits(rounded: Iterable[Node], read: Iterable[Node], half: str) -> list[str]:
-    """Returns a sentence for each half product that loses digits which matter.
-
-    Args:
-      rounded: products whose results reach a function that wraps.
-      read: products that read numbers beside an offset.
-    """
+def lost_digits(plan: Plan, half: str) -> Iterator[str]:
+    """Yields a sentence for each half product that loses digits which matter."""
     spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
-    results = (
-        f"in {half}, and its result goes to a function that wraps, such as sin: {half} knows 1000 "
-        f"to {spacing:g}. Keep the product in float32 by a rule if its results are large"
-    )
-    operands = (
-        f"in {half} numbers to which a much larger one was added: {half} knows 1000 to "
-        f"{spacing:g}. Take it away before the product, or keep the product in float32 by a rule"
-    )
-    return [
-        f"a product at {place} multiplies {what}"
-        for nodes, what in ((rounded, results), (read, operands))
-        for place in dict.fromkeys(map(_place, nodes))
-    ]
+    for place in dict.fromkeys(map(_place, rounded_arguments_of(steps_of(plan)))):
+        yield (
+            f"a product at {place} multiplies in {half}, and its result goes to a function that "
+            f"wraps, such as sin: {half} knows 1000 to {spacing:g}. Keep the product in float32 by "
+            "a rule if its results are large"
+        )
+    for place in dict.fromkeys(map(_place, read_offsets_of(steps_of(plan)))):
+        yield (
+            f"a product at {place} multiplies in {half} numbers to which a much larger one was "
+            f"added: {half} knows 1000 to {spacing:g}. Take it away before the product, or keep "
+            "the product in float32 by a rule"
+        )
 
 
-def float32_caches(plan: Plan) -> list[str]:
-    """Returns a sentence if caches come in, and go out, in float32, though products read them."""
-    caches = [cache for cache in find_caches(plan) if 4 * cache.size >= LEAST_CACHE]
-    if not caches:
-        return []
-    total = sum(4 * cache.size for cache in caches)
-    half = plan.request.settings.compute_dtype
-    several = f"{len(caches)} arguments of {size(total)} together are caches in"
-    one = f"an argument of {size(total)} is a cache in"
-    return [
-        f"{several if len(caches) > 1 else one} float32, which only half products read: arguments "
-        f"and results keep their dtype. Make it in {half} (jnp.zeros(shape, jnp.{half})) and "
-        "pass that: half the bytes, and no casts"
-    ]
+def float32_caches(plan: Plan) -> Iterator[str]:
+    """Yields a sentence if caches come in, and go out, in float32, though products read them."""
+    sizes = [4 * cache.size for cache in find_caches(plan) if 4 * cache.size >= LEAST_CACHE]
+    if sizes:
+        half = plan.request.settings.compute_dtype
+        several = f"{len(sizes)} arguments of {size(sum(sizes))} together are caches in"
+        one = f"an argument of {size(sum(sizes))} is a cache in"
+        yield (
+            f"{several if len(sizes) > 1 else one} float32, which only half products read: "
+            f"arguments and results keep their dtype. Make it in {half} (jnp.zeros(shape, "
+            f"jnp.{half})) and pass that: half the bytes, and no casts"
+        )
 
 
-def odd_sizes(operations: Iterable[Operation]) -> list[str]:
-    """Returns a sentence for products in half or float8 with sizes that a GPU pads.
+def odd_sizes(operations: Iterable[Operation]) -> Iterator[str]:
+    """Yields a sentence for products in half or float8 with sizes that a GPU pads.
 
     For a GPU with tensor cores XLA copies the operands of such a matrix product into padded ones
     and cuts out the result (its passes `cublas_pad_for_gemms` and, for float16,
@@ -150,33 +149,31 @@ def odd_sizes(operations: Iterable[Operation]) -> list[str]:
             places = found.setdefault(what, collections.Counter())
             place = f"{operation.equation.primitive.name} at {_place(operation)}"
             places[place] += operation.times * flops
-    hazards = []
     for what, places in found.items():
         share = places.total() / total
-        ((largest, _),) = places.most_common(1)
         if share >= SHARE:
-            hazards.append(
+            ((largest, _),) = places.most_common(1)
+            yield (
                 f"{_and_others(largest, len(places) - 1)} multiplies in {what}: padded on a GPU, "
                 f"it may be slower ({share:.0%} of the operations of half products)"
             )
-    return hazards
 
 
-def no_float8(rows: list[Row]) -> list[str]:
-    """Returns why no product is float8, if the policy asks for float8 products."""
+def no_float8(rows: list[Row]) -> Iterator[str]:
+    """Yields why no product is float8, if the policy asks for float8 products."""
     lead = "; not float8: "
-    reasons = collections.Counter(row.why.split(lead)[1] for row in rows if lead in row.why)
-    if any(row.dtype_in == FLOAT8 for row in rows):
-        return []
-    return [
-        f"the policy asks for float8 products, and none is float8: {why}"
-        for why, _ in reasons.most_common(1)
-    ]
+    if not any(row.dtype_in == FLOAT8 for row in rows):
+        reasons = collections.Counter(row.why.split(lead)[1] for row in rows if lead in row.why)
+        for why, _ in reasons.most_common(1):
+            yield f"the policy asks for float8 products, and none is float8: {why}"
+
+
+def _at(row: Row) -> str:
+    return f"{row.operation} at {place_name(row.module, row.source)}"
 
 
 def _place(found: Node | Operation) -> str:
-    module = path_of(found.equation, found.around)
-    return place_name(source_line(found.equation, found.around), module)
+    return place_name(*module_and_line(found))
 
 
 def _and_others(first: str, others: int) -> str:

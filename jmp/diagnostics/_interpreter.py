@@ -45,12 +45,10 @@ class Operand:
     nonfinite: int  # how many are infinite or NaN
 
 
-def has_floats(value: object) -> bool:
+def has_floats(value: Any) -> bool:
     """Returns whether a value, or a type, is an array of floating or complex numbers."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or _jax_compat.is_reference(value):
-        return False
-    return jnp.issubdtype(dtype, jnp.inexact)
+    is_array = hasattr(value, "dtype") and not _jax_compat.is_reference(value)
+    return is_array and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def state_of(value: Any) -> int:
@@ -271,8 +269,8 @@ class Interpreter:
         def step(equation: JaxprEqn, _: int, operands: list[Checked]) -> list[Checked]:
             return self._step(operands, here.at(equation))
 
-        pairs = zip(constants, map(reader_of, jaxpr.constvars), strict=True)
-        inputs[:0] = [given(constant, reader) for constant, reader in pairs]
+        pairs = zip(constants, jaxpr.constvars, strict=True)
+        inputs[:0] = [given(constant, reader_of(variable)) for constant, variable in pairs]
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:

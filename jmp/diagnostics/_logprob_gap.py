@@ -49,7 +49,7 @@ def logprob_gap(
     (3, True, True)
     """
     call = "logprob_gap(trained, sampled)(*args)"
-    functions = [asked_function("logprob_gap", call, f, early) for f in (trained, sampled)]
+    functions = [asked_function(call, f, early) for f in (trained, sampled)]
 
     def measure(*args: Any, **kwargs: Any) -> LogprobGap:
         args, kwargs = split_arguments(*args, **kwargs)
@@ -118,10 +118,10 @@ def _scores(found: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Returns log-probabilities in float64."""
     dtype = getattr(found, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, np.floating):
-        expected = "an array of log-probabilities, one floating number a token"
         raise TypeError(
-            f"logprob_gap got {described(found)} from a function; expected {expected}. If "
-            "it returns several, choose one: lambda *args: fun(*args)[0]."
+            f"logprob_gap got {described(found)} from a function; expected an array of "
+            "log-probabilities, one floating number a token. If it returns several, choose one: "
+            "lambda *args: fun(*args)[0]."
         )
     return np.asarray(found).astype(np.float64)
 

@@ -29,7 +29,7 @@ from jmp.diagnostics._arguments import (
     split_arguments,
     trained_parameters,
 )
-from jmp.diagnostics._tables import Report, first_rows, size, table, totals
+from jmp.diagnostics._tables import Report, first_rows, grouped, size, table, totals
 from jmp.diagnostics._walk import path_of, users_line
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
@@ -89,8 +89,7 @@ def memory_report(
     >>> report.activation_bytes  # x in half, the exponential in float32
     {'float16': 256, 'float32': 256}
     """
-    call = "memory_report(fun, policy=policy)(*args)"
-    function = asked_function("memory_report", call, fun, early, policy)
+    function = asked_function("memory_report(fun, policy=policy)(*args)", fun, early, policy)
     if not (optimizer is None or hasattr(optimizer, "init")):
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
@@ -240,9 +239,7 @@ class MemoryReport(Report):
     @property
     def residual_bytes_by_module(self) -> dict[str, BytesByDtype]:
         """`residual_bytes` by module, or by source line if no name scope is open, and dtype."""
-        rows: dict[str, list[Residual]] = {}
-        for row in self.residuals:
-            rows.setdefault(row.module or row.source, []).append(row)
+        rows = grouped(self.residuals, lambda row: row.module or row.source)
         return {place: _bytes_of(found) for place, found in rows.items()}
 
     @property
@@ -316,11 +313,7 @@ def _column(report: MemoryReport) -> dict[str, str]:
 
 def _xla_bytes(traced: jax.stages.Traced) -> tuple[int | None, int | None]:
     """Compiles, and returns XLA's temp and peak; None for both if its backend does not say."""
-    compiled = traced.lower().compile()
-    try:
-        found = compiled.memory_analysis()
-    except NotImplementedError:
-        found = None
+    found = traced.lower().compile().memory_analysis()
     if found is None:
         return None, None
     # Not XLA's own peak, which leaves temp out on a CPU.
@@ -347,14 +340,12 @@ class Provenance(NamedTuple):
     module: str = ""
     source: str = ""
     operation: str = "literal"
-    provenance: frozenset[str] = frozenset()  # "parameters", "data", both or neither
+    inputs: frozenset[str] = frozenset()  # "parameters", "data", both or neither
     depth: int = 0  # how many equations are around the one that made it
 
     def also_of(self, others: Iterable["Provenance"]) -> "Provenance":
         """Returns the provenance of a value that was computed from others, too."""
-        return self._replace(
-            provenance=self.provenance.union(*(other.provenance for other in others))
-        )
+        return self._replace(inputs=self.inputs.union(*(other.inputs for other in others)))
 
 
 LITERAL = Provenance()
@@ -388,18 +379,14 @@ def residuals(
     found: collections.Counter[Residual] = collections.Counter()
     for atom, made in zip(jaxpr.outvars, PROVENANCES.through(jaxpr, inputs), strict=True):
         is_given = bool(shape_of(atom)) if isinstance(atom, Literal) else atom in held
-        if is_given:
-            continue  # an argument, or an array that the function closes over
-        if made != ELSEWHERE:
-            dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
-            is_copy = made.provenance == {"parameters"}
-            held_bytes = size_of(shape) * dtype.itemsize
-            place = made.module, made.source, made.operation
-            found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=held_bytes)] += 1
-    return [
-        dataclasses.replace(row, times=times, bytes=times * row.bytes)
-        for row, times in found.items()
-    ]
+        if is_given or made == ELSEWHERE:
+            continue  # an argument, an array that the function closes over, or nothing at all
+        dtype, shape = atom.aval.dtype, tuple(atom.aval.shape)
+        is_copy = made.inputs == {"parameters"}
+        held_bytes = size_of(shape) * dtype.itemsize
+        place = made.module, made.source, made.operation
+        found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=held_bytes)] += 1
+    return [dataclasses.replace(row, times=n, bytes=n * row.bytes) for row, n in found.items()]
 
 
 def _of_results(
@@ -431,12 +418,10 @@ def _one_of(choices: Sequence[Provenance], deciding: Sequence[Provenance]) -> Pr
     """Returns the provenance of a value that is one of several: see `Join` of `_propagation`."""
     if deciding:
         # A branch fills in values that it does not keep, which are computed from nothing.
-        chosen = next((choice for choice in choices if choice.provenance), choices[0])
+        chosen = next((choice for choice in choices if choice.inputs), choices[0])
     else:
         # The turn before made the carries of a loop; among equal depths any order would do.
-        chosen = max(
-            choices, key=lambda made: (made.depth, made.module, made.source, made.operation)
-        )
+        chosen = max(choices, key=lambda made: (made.depth, made[:3]))
     return chosen.also_of((*choices, *deciding))
 
 

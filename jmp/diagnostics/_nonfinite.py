@@ -65,8 +65,7 @@ def find_nonfinite(
     >>> found.operation, found.vanished
     ('square', 'div')
     """
-
-    function = asked_function("find_nonfinite", "find_nonfinite(fun)(*args)", fun, early)
+    function = asked_function("find_nonfinite(fun)(*args)", fun, early)
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         call = ArrayCall(function, *split_arguments(*args, **kwargs))

@@ -19,13 +19,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import function_name
 from jmp.autocasting._casts import cast
-from jmp.autocasting._operations import (
-    decisions_of,
-    is_product,
-    operations_of,
-    read_offsets_of,
-    rounded_arguments_of,
-)
+from jmp.autocasting._operations import is_product, operations_of
 from jmp.autocasting._passes import target_of
 from jmp.autocasting._program import Traced
 from jmp.autocasting._registry import rule_for
@@ -36,19 +30,11 @@ from jmp.diagnostics._arguments import (
     split_arguments,
     without_warnings_of_plans,
 )
-from jmp.diagnostics._hazards import (
-    dear_in_float32,
-    delicate_in_half,
-    float32_caches,
-    in_other_half,
-    lost_digits,
-    no_float8,
-    odd_sizes,
-)
+from jmp.diagnostics._hazards import hazards_of
 from jmp.diagnostics._memory_report import residuals
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
-from jmp.diagnostics._tables import Report, size, table, totals
+from jmp.diagnostics._tables import Report, grouped, size, table, totals
 from jmp.diagnostics._walk import place_name, with_places
 from jmp.dtypes import floating_dtype
 from jmp.policy import Policy, get_policy
@@ -90,8 +76,7 @@ def precision_report(
     >>> [(row.operation, row.dtype_in) for row in report.rows]
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
-    call = "precision_report(fun, policy)(*args)"
-    fun = asked_function("precision_report", call, fun, early, policy)
+    fun = asked_function("precision_report(fun, policy)(*args)", fun, early, policy)
     program = half_program("precision_report", fun, policy, options)
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
@@ -145,10 +130,7 @@ class PrecisionReport(Report):
     policy: str
     platform: str
     decisions: list[Decision]
-    make_after: dataclasses.InitVar[Callable[[str], Any]]
-
-    def __post_init__(self, make_after: Callable[[str], Any]) -> None:
-        object.__setattr__(self, "_make_after", make_after)  # a function, and no data
+    _make_after: Callable[[str], Any] = dataclasses.field(repr=False, compare=False)
 
     @property
     def float8_flops_share(self) -> float:
@@ -179,13 +161,15 @@ class PrecisionReport(Report):
         >>> ["custom_jvp" in form for form in forms]
         [False, True]
         """
-        return self._make_after(name)  # type: ignore[attr-defined]
+        return self._make_after(name)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
         names = ("from", "to", "module", "source", "times")
         casts = [(*place, times) for place, times in self.casts.items()]
-        return super().to_dict() | {"casts": [dict(zip(names, x, strict=True)) for x in casts]}
+        data = super().to_dict() | {"casts": [dict(zip(names, x, strict=True)) for x in casts]}
+        del data["_make_after"]  # a function, and no data
+        return data
 
     def table(self) -> str:
         """Returns every row as text, and the reasons that the rows have by number."""
@@ -193,9 +177,7 @@ class PrecisionReport(Report):
 
     def __str__(self) -> str:
         rows = added_up(self.rows, with_repeated=True)
-        by_place: dict[Any, list[Row]] = {}
-        for row in rows:
-            by_place.setdefault((row.module, row.source, _dtypes_shown(row)), []).append(row)
+        by_place = grouped(rows, lambda row: (row.module, row.source, _dtypes_shown(row)))
         lines = [*_summary(self), *_reasons(self.rows), *_decisions(self.decisions)]
         lines.append("hazards:" if self.hazards else "hazards: none")
         lines += [f"  {hazard}" for hazard in self.hazards]
@@ -215,40 +197,27 @@ def _report(traced: Traced, policy: str) -> PrecisionReport:
         x if x.dtype == dtype else jax.eval_shape(functools.partial(cast, dtype=dtype), x)
         for x, dtype in zip(traced.arrays, plan.reads[len(traced.constants) :], strict=True)
     ]
-    casts = _casts(jax.make_jaxpr(lowered)(*arrays))
-    steps = list(steps_of(plan))
-    operations = list(operations_of(steps))
+    operations = list(operations_of(steps_of(plan)))
     rows = rows_of(operations)
-    merged = added_up(rows, with_repeated=True)
-    half = str(plan.request.settings.compute_dtype)
 
     def after(name: str) -> Any:
         emit = functools.partial(traced.emit_until(name), *traced.constants)
         return jax.make_jaxpr(emit)(*arrays)
 
     return PrecisionReport(
-        compute_dtype=half,
+        compute_dtype=str(plan.request.settings.compute_dtype),
         rows=rows,
-        casts=casts,
+        casts=_casts(jax.make_jaxpr(lowered)(*arrays)),
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
         residual_bytes=_residual_bytes(lowered, arrays),
         residual_bytes_float32=_residual_bytes(
             _jax_compat.as_function(traced.closed), traced.arrays
         ),
-        hazards=[
-            *delicate_in_half(merged),
-            *lost_digits(rounded_arguments_of(steps), read_offsets_of(steps), half),
-            *in_other_half(rows, half),
-            *dear_in_float32(rows),
-            *(f"the rule {rule} matched no scope" for rule in plan.request.policy_rules.unused),
-            *float32_caches(plan),
-            *odd_sizes(operations),
-            *no_float8(rows),
-        ],
+        hazards=list(hazards_of(plan, operations, rows)),
         policy=policy,
         platform=plan.request.target.platform,
-        decisions=decisions_in(decisions_of(steps)),
-        make_after=after,
+        decisions=decisions_in(plan),
+        _make_after=after,
     )
 
 
@@ -281,16 +250,15 @@ def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[
 def _summary(report: PrecisionReport) -> Iterable[str]:
     half = report.compute_dtype
     yield f"policy: {report.policy}, planned for a {report.platform.upper()}"
-    products = [row for row in report.rows if row.kind == "product"]
+    products = totals((row.dtype_in, row.times) for row in report.rows if row.kind == "product")
     if report.half_flops_share is None:
         yield "products: none"
     else:
-        in_half = sum(row.times for row in products if row.dtype_in == half)
-        in_float8 = sum(row.times for row in products if row.dtype_in == FLOAT8)
-        share = report.float8_flops_share
-        also = f"; {in_float8} in float8, {share:.1%} of the operations" if in_float8 else ""
+        share, also = report.float8_flops_share, ""
+        if FLOAT8 in products:
+            also = f"; {products[FLOAT8]} in float8, {share:.1%} of the operations"
         yield (
-            f"products: {in_half} of {sum(row.times for row in products)} in half, "
+            f"products: {products.get(half, 0)} of {sum(products.values())} in half, "
             f"{_flops_share(report.rows, [half]):.1%} of the floating-point operations in {half}"
             f"{also}"
         )
@@ -334,7 +302,7 @@ def _decisions(decisions: list[Decision]) -> Iterable[str]:
     if decisions:
         yield "besides dtypes:"
     for what, times in totals((decision.what, decision.times) for decision in decisions).items():
-        first, *others = (place_name(d.source, d.module) for d in decisions if d.what == what)
+        first, *others = (place_name(d.module, d.source) for d in decisions if d.what == what)
         more = f" and {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
         yield f"  {times} x {what}; at {first}{more}"
 
@@ -384,8 +352,7 @@ def assert_products_in(
     >>> gradient = jax.grad(autocast(loss, "mixed_bfloat16"))
     >>> assert_products_in(gradient, jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
     """
-    call = "assert_products_in(fun, dtype)(*args)"
-    function = asked_function("assert_products_in", call, fun, early)
+    function = asked_function("assert_products_in(fun, dtype)(*args)", fun, early)
     expected = floating_dtype(dtype, "dtype")
 
     def check(*args: Any, **kwargs: Any) -> None:
@@ -396,11 +363,11 @@ def assert_products_in(
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = []
-        for equation, path, source in products:
+        for equation, *place in products:
             dtypes = {atom.aval.dtype for atom in equation.invars}
             floating = sorted(str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating))
             if floating != [str(expected)]:
-                where = place_name(source, path)
+                where = place_name(*place)
                 others.append(f"{equation.primitive.name} in {', '.join(floating)} at {where}")
         if others:
             count = f"{len(others)} of {len(products)}"

@@ -76,13 +76,12 @@ def _exponents(array: jax.Array) -> jax.Array:
     counted = counted_exponents(array.dtype)
     places = len(counted)
     info = jnp.finfo(array.dtype)
-    signed = np.int64 if info.bits == 64 else np.int32
     bits = lax.bitcast_convert_type(array, np.dtype(f"uint{info.bits}"))
     magnitude = bits & np.array(2 ** (info.bits - 1) - 1, bits.dtype)
-    stored = (magnitude >> np.array(info.nmant, bits.dtype)).astype(signed)
+    stored = (magnitude >> np.array(info.nmant, bits.dtype)).astype(np.int32)
     fraction = magnitude & np.array(2**info.nmant - 1, bits.dtype)
     # A subnormal number is its fraction times the smallest one: the highest bit set counts.
-    highest_bit = info.bits - 1 - lax.clz(magnitude).astype(signed)
+    highest_bit = info.bits - 1 - lax.clz(magnitude).astype(np.int32)
     smallest = int(info.minexp) - info.nmant
     exponent = jnp.where(stored == 0, highest_bit + smallest, stored + int(info.minexp) - 1)
     special = jnp.where(fraction == 0, places + 1, places + 2)
@@ -242,12 +241,12 @@ class Range:
         return exponent_of(scale) - exponent_of(self.scale)
 
 
-def row_of(role: str, path: str, dtype: str, counts: np.ndarray, **fields: Any) -> Range:
+def row_of(role: str, path: str, dtype: str, counts: np.ndarray, *fields: Any) -> Range:
     """Returns the row of what `exponents` counted; `fields` are the last of a `Range`."""
     zeros, infinities, nans = map(int, counts[-SPECIAL:])
     pairs = zip(counted_exponents(jnp.dtype(dtype)), counts.tolist(), strict=False)
     found = {exponent: number for exponent, number in pairs if number}
-    return Range(role, path, dtype, found, zeros, infinities, nans, **fields)
+    return Range(role, path, dtype, found, zeros, infinities, nans, *fields)
 
 
 _count = jax.jit(exponents)
@@ -286,13 +285,9 @@ def range_report(tree: PyTree) -> "RangeReport":
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
     if not leaves and callable(given):
-        raise wrong(
-            TypeError,
-            "range_report",
-            given,
-            "a tree of arrays, such as parameters",
-            more=" To count the values in a loss use gradient_report(loss_fn)(*args).",
-        )
+        expected = "a tree of arrays, such as parameters"
+        more = " To count the values in a loss use gradient_report(loss_fn)(*args)."
+        raise wrong(TypeError, "range_report", given, expected, more=more)
     pairs = zip(leaves, counts, strict=True)
     return RangeReport(
         tuple(row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
@@ -354,8 +349,7 @@ class RangeReport(Report):
     @property
     def float8_cotangents(self) -> list[Range]:
         """The cotangents of float8 products, which the backward pass rounds to float8."""
-        rows = [row for row in self.rows if row.operation == FLOAT8_PRODUCT]
-        return [row for row in rows if row.role == "activation gradient"]
+        return list(filter(_is_float8_cotangent, self.rows))
 
     def best_scale(self, dtype: DTypeLike | None = None) -> float | None:
         """Returns the largest safe static loss scale, a power of two.
@@ -392,7 +386,7 @@ class RangeReport(Report):
             counts = [row.counts.get(exponent, 0) for exponent in range(first, last + 1)]
             shares = dataclasses.asdict(row.shares(self.dtype))
             rows.append({**vars(row), "counts": counts, "lowest": first, "shares": shares})
-            if row in self.float8_cotangents:
+            if _is_float8_cotangent(row):
                 of_float8 = {name: dataclasses.asdict(row.shares(name)) for name in FLOAT8_LIMITS}
                 rows[-1]["float8_shares"] = of_float8
         return {"dtype": self.dtype, "best_scale": self.best_scale(), "rows": rows}
@@ -406,6 +400,10 @@ class RangeReport(Report):
         for dtype in FLOAT8_LIMITS:
             lines += _section("cotangents of float8 products", self.float8_cotangents, dtype)
         return "\n".join(lines)
+
+
+def _is_float8_cotangent(row: Range) -> bool:
+    return row.operation == FLOAT8_PRODUCT and row.role == "activation gradient"
 
 
 def _rows_of_totals(report: RangeReport, best: float | None) -> list[tuple[str, ...]]:

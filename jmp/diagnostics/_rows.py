@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._graph import Node, downstream
+from jmp.autocasting._graph import downstream
 from jmp.autocasting._numbers import Shape, length_of, size_of
-from jmp.autocasting._operations import Operation, is_product
+from jmp.autocasting._operations import Operation, decisions_of, is_product
 from jmp.autocasting._precision import precision_of
 from jmp.autocasting._registry import Category, rule_for
-from jmp.diagnostics._walk import path_of, source_line
+from jmp.autocasting._steps import Plan, steps_of
+from jmp.diagnostics._tables import grouped
+from jmp.diagnostics._walk import module_and_line
 
 # Nobody can change the channels of an image; cuDNN has kernels of its own for them.
 IMAGE_CHANNELS = 4
@@ -69,8 +71,9 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
     """Returns the products, reductions, exponentials and transfers among a plan's operations."""
     rows = []
     for operation in operations:
-        equation, around = operation.equation, operation.around
-        rule = rule_for(equation.primitive.name)
+        equation = operation.equation
+        name = equation.primitive.name
+        rule = rule_for(name)
         kind = kind_of_row(equation)
         if rule.sends and not rule.fusible:  # a constraint on the sharding may move nothing
             kind = "transfer"
@@ -79,10 +82,9 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
         flops = product_of(equation).flops if kind == "product" else 0
         has_precision = kind == "product" and not CHOOSES.isdisjoint(operation.dtypes_in)
         row = Row(
-            kind=kind,
-            operation=equation.primitive.name,
-            module=path_of(equation, around),
-            source=source_line(equation, around),
+            kind,
+            name,
+            *module_and_line(operation),
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
             why=_added_where_sent(operation) or operation.why,
@@ -112,10 +114,11 @@ def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
       with_repeated: whether modules that repeat count as one, whose path is "h/*/mlp": those with
         the same names but for the numbers at their ends, such as h/0/mlp and h/1/mlp.
     """
-    alike: dict[Row, list[Row]] = {}
-    for row in rows:
+
+    def merged(row: Row) -> Row:
         module = NUMBER.sub("*", row.module) if with_repeated else row.module
-        alike.setdefault(dataclasses.replace(row, module=module, times=1, flops=0), []).append(row)
+        return dataclasses.replace(row, module=module, times=1, flops=0)
+
     return [
         dataclasses.replace(
             some[0],
@@ -123,7 +126,7 @@ def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
             times=sum(row.times for row in some),
             flops=sum(row.flops for row in some),
         )
-        for some in alike.values()
+        for some in grouped(rows, merged).values()
     ]
 
 
@@ -156,12 +159,11 @@ class Decision:
     times: int = 1
 
 
-def decisions_in(decided: Iterable[tuple[str, Node, int]]) -> list[Decision]:
+def decisions_in(plan: Plan) -> list[Decision]:
     """Returns the decisions of a plan, one for each place."""
     found: collections.Counter[Decision] = collections.Counter()
-    for what, node, times in decided:
-        place = path_of(node.equation, node.around), source_line(node.equation, node.around)
-        found[Decision(what, *place)] += times
+    for what, node, times in decisions_of(steps_of(plan)):
+        found[Decision(what, *module_and_line(node))] += times
     return [dataclasses.replace(decision, times=times) for decision, times in found.items()]
 
 

@@ -1,12 +1,13 @@
 """The common parts of reports: data as dictionaries, rows added up, and rows as text in columns."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,18 @@ def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
     found: dict[K, int] = {}
     for key, number in pairs:
         found[key] = found.get(key, 0) + number
+    return found
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Returns the items of each key, the keys in the order in which they come.
+
+    >>> grouped([1, 2, 3], lambda number: number % 2)
+    {1: [1, 3], 0: [2]}
+    """
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found
 
 

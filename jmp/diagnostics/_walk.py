@@ -58,13 +58,18 @@ def with_places(jaxpr: Any) -> Iterator[tuple[Any, str, str]]:
 
     It yields equations at any depth, each before the equations inside it.
     """
-    for equation, around, _ in walk(_jax_compat.open_jaxpr(jaxpr)[0]):
-        yield equation, path_of(equation, around), source_line(equation, around)
+    for visit in walk(_jax_compat.open_jaxpr(jaxpr)[0]):
+        yield visit.equation, *module_and_line(visit)
 
 
-def place_name(source: str, path: str) -> str:
-    """Returns a source line and a path of modules as errors and hazards name them."""
-    return (source or "?") + f" ({path})" * bool(path)
+def module_and_line(found: Any) -> tuple[str, str]:
+    """Returns the path of modules and the source line of what has `equation` and `around`."""
+    return path_of(found.equation, found.around), source_line(found.equation, found.around)
+
+
+def place_name(module: str, source: str) -> str:
+    """Returns a path of modules and a source line as errors and hazards name them."""
+    return (source or "?") + f" ({module})" * bool(module)
 
 
 def source_line(equation: core.JaxprEqn, around: Sequence[core.JaxprEqn]) -> str:
