@@ -2,7 +2,7 @@
 
 Nothing is decided here. Values are kept in the dtype the plan stores them in. A float32 parameter
 is cast where it is used, each time: XLA merges the casts, and gradients add up in float32. XLA does
-not take casts out of loops: there the plan says so, see `Nested.rounds`.
+not take casts out of loops: there the plan says so, see `Nested.rounding`.
 """
 
 import dataclasses
@@ -20,14 +20,12 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._steps import (
-    Dtypes,
     Environment,
     Function,
     Fused,
     Island,
     Nested,
     Plan,
-    Probed,
     Read,
     Recompute,
     Single,
@@ -95,48 +93,32 @@ def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
 
 
 def _run_nested(step: Nested, environment: Environment) -> list[Any]:
-    """Returns the results of an equation that is planned inside.
-
-    A loop runs in one of two forms, see `Nested.rounds`, `Nested.wide` and `Nested.probed`.
-    """
-    differentiated = step if step.wide is None else step.wide
-    operands = [_read_by(read, step, environment) for read in differentiated.reads]
-
-    def run(step: Nested, operands: Sequence[Any]) -> list[Any]:
-        functions = list(map(_as_function, step.insides))
-        results: list[Any] = kind_of(step.node.name).emit(step.node.equation, operands, functions)
-        return results
-
-    if step.wide is None and not any(step.rounds):
-        return run(step, operands)
-    reads = [read.dtype for read in step.reads]
+    """Returns the results of an equation that is planned inside; a loop may have two forms."""
+    differentiated = step.differentiated
+    if differentiated is None:
+        return _bound(step, [_read_by(read, step, environment) for read in step.reads])
 
     def in_half(*operands: Any) -> Any:
-        first, others = operands[: len(step.rounds)], operands[len(step.rounds) :]
-        return run(step, cast_all([*cast_all(first, step.rounds), *others], reads))
+        return _bound(step, cast_all(operands, [read.dtype for read in step.reads]))
 
     def in_float32(*operands: Any) -> Any:
-        return cast_all(run(differentiated, operands), step.stores)
+        return cast_all(_bound(differentiated, operands), step.stores)
 
-    form = in_float32
-    if differentiated.probed is not None:
-        form = _summing_after(differentiated, differentiated.probed, step.stores)
-    results: list[Any] = run_either(in_half, form, operands)
+    operands = [_read_by(read, step, environment) for read in differentiated.reads]
+    results: list[Any] = run_either(in_half, in_float32, operands)
     return results
 
 
-def _summing_after(step: Nested, body: Probed, stores: Dtypes) -> Function:
-    """Returns a scan, a function of its operands, whose weights have their gradients after it."""
-    node, function = step.node, _as_function(body.plan)
-
-    def some_turns(operands: Sequence[Any]) -> list[Any]:
-        params = dict(_jax_compat.with_length(node.params, body.turns))
-        equation = node.equation.replace(params=params)
-        results: list[Any] = kind_of(node.name).emit(equation, operands, [function])
-        return results
-
-    scan = _jax_compat.Scan.of(node.params)
-    return lambda *operands: cast_all(run_probed(some_turns, scan, body, operands), stores)
+def _bound(step: Nested, operands: Sequence[Any]) -> list[Any]:
+    """Returns the results of one form of a nested equation."""
+    equation, kind, body = step.node.equation, kind_of(step.node.name), step.probed
+    if body is not None:
+        params, function = equation.params, _as_function(body.plan)
+        shorter = equation.replace(params=dict(_jax_compat.with_length(params, body.turns)))
+        some_turns = lambda operands: kind.emit(shorter, operands, [function])
+        return run_probed(some_turns, _jax_compat.Scan.of(params), body, operands)
+    results: list[Any] = kind.emit(equation, operands, list(map(_as_function, step.insides)))
+    return results
 
 
 def _run_island(island: Island, environment: Environment) -> None:

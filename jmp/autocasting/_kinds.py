@@ -115,7 +115,6 @@ class Level(abc.ABC):
         insides: Sequence[Plan | Unplanned],
         stores: Sequence[np.dtype | None],
         reads: Sequence[np.dtype | None] | None = None,
-        rounds: Sequence[np.dtype | None] = (),
     ) -> Nested:
         """Returns the step of an equation that is planned inside.
 
@@ -123,7 +122,6 @@ class Level(abc.ABC):
           insides: what stands for its functions.
           stores: the dtypes of its results.
           reads: the dtypes that its operands go in with; left out, those that they are stored in.
-          rounds: see `Nested`.
         """
         dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
         self.storage.store(node.outputs, stores)
@@ -131,10 +129,7 @@ class Level(abc.ABC):
         for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
             if found := [info.magnitude for info in infos if info.magnitude is not None]:
                 self.storage.bound([value], [hull(found)])
-        operands = tuple(map(Read, node.inputs, dtypes))
-        # JAX takes no effects in a custom derivative, which rounding them takes.
-        rounds = () if node.equation.effects else tuple(rounds)
-        return Nested(node, tuple(insides), operands, tuple(stores), rounds)
+        return Nested(node, tuple(insides), tuple(map(Read, node.inputs, dtypes)), tuple(stores))
 
 
 class Kind:

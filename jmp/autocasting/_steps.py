@@ -10,7 +10,7 @@ import enum
 import graphlib
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -137,13 +137,23 @@ class Nested(NamedTuple):
     insides: tuple["Plan | Unplanned", ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
     stores: Dtypes
-    # The dtypes that the first operands of a loop, if they are weights, are rounded to before it,
-    # where nothing is differentiated. None for the others.
-    rounds: Dtypes = ()
-    # The same loop with buffers in float32: what runs where it is differentiated; see `_carries`.
-    wide: "Nested | None" = None
-    # The same loop with gradients of weights after it: what runs where it is differentiated.
-    probed: "Probed | None" = None
+    # The same loop as it runs where it is differentiated, if that differs: its weights come in as
+    # float32, and its buffers are float32; see `_carries`.
+    differentiated: "Nested | None" = None
+    probed: "Probed | None" = None  # its body with gradients of weights after it
+
+    def rounding(self, weights: Sequence[bool], half: np.dtype) -> "Nested":
+        """Returns a loop whose weights are rounded before it, where it is not differentiated.
+
+        Args:
+          weights: of each operand whether it is one.
+        """
+        # JAX takes no effects in a custom derivative, which chooses the form.
+        if self.node.equation.effects or not any(weights):
+            return self
+        pairs = zip(self.reads, weights, strict=True)
+        reads = tuple(read._replace(dtype=half) if weight else read for read, weight in pairs)
+        return self._replace(reads=reads, differentiated=self, probed=None)
 
 
 class Probe(NamedTuple):
@@ -242,12 +252,10 @@ class Plan(NamedTuple):
         infos = (info._replace(dtype=dtype or info.dtype) for info, dtype in pairs)
         return self._replace(infos=tuple(infos))
 
-    def taking_as_is(self, flags: Sequence[bool]) -> "Plan":
-        """Returns the plan with first arguments that are not cast where a flag says so."""
-        first = len(self.graph.constants)
-        taken = {first + position for position, is_taken in enumerate(flags) if is_taken}
-        reads = (None if i in taken else dtype for i, dtype in enumerate(self.reads))
-        return self._replace(reads=tuple(reads))
+    def taking_as_is(self, values: Set[Value]) -> "Plan":
+        """Returns the plan with some inputs that are not cast when they come in."""
+        pairs = zip(self.graph.inputs, self.reads, strict=True)
+        return self._replace(reads=tuple(None if v in values else dtype for v, dtype in pairs))
 
 
 class Ran(NamedTuple):
