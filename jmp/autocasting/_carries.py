@@ -28,7 +28,7 @@ from jmp.autocasting._facts import (
     exposed_values,
     holds_product,
     multiplied_values,
-    outputs_that_reach,
+    reaching_inside,
 )
 from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
@@ -69,8 +69,7 @@ def carried_in_half(
     triples = zip(carries_of(inside).values(), graph.outputs, node.outputs, strict=False)
     carries = list(itertools.starmap(_Carry, triples))
     # In a turn, or in one that follows.
-    later = outputs_that_reach(inside, set(), holds_product, lambda _: False)
-    multiplied = multiplied_values(graph, later)
+    multiplied = reaching_inside(inside, set(), holds_product, lambda _: False)
     asked = set() if condition is None else _asked(condition, level.half)
     found = [
         carry

@@ -27,11 +27,9 @@ from jmp.autocasting._steps import (
     Nested,
     Plan,
     Read,
-    Recompute,
     Single,
     Step,
     Unplanned,
-    Write,
 )
 from jmp.autocasting._weight_sums import run_probed
 from jmp.autocasting._wide_gradients import run_either
@@ -184,12 +182,18 @@ def _function_of(island: Island) -> Function:
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
-        return [_stored(write, environment[write.value]) for write in island.writes]
+        stored = [
+            saturated(environment[write.value]) if write.saturates else environment[write.value]
+            for write in island.writes
+        ]
+        return cast_all(stored, [write.dtype for write in island.writes])
 
     run_island.__name__ = ISLAND
-    if island.recompute is Recompute.PLAIN:
+    if not island.is_recomputed:
         return run_island
-    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))
+    kept = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
+    policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
+    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=policy)
 
 
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:
@@ -200,13 +204,6 @@ def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]
     if island.lowering is not None:
         return island.lowering.bind(node, operands)
     return _jax_compat.bind(node.equation.primitive, operands, node.params)
-
-
-def _what_to_keep(island: Island) -> Any:
-    names = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
-    if names:
-        return jax.checkpoint_policies.save_only_these_names(*names)
-    return None
 
 
 def _rounded_again(array: Any) -> Any:
@@ -243,7 +240,3 @@ def read_value(read: Read, environment: Environment) -> Any:
     if value.literal is not None and shape is None and not saturates and np.ndim(array) == 0:
         return array if dtype == FLOAT32 else np.asarray(array).astype(dtype)
     return cast(array, dtype)
-
-
-def _stored(write: Write, array: Any) -> Any:
-    return cast(saturated(array) if write.saturates else array, write.dtype)

@@ -5,20 +5,19 @@ A lowering is a small class with `bind` (`_steps.Lowering`). Passes define other
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
-from jmp.autocasting._casts import masked
+from jmp.autocasting._casts import cast, cast_all, masked
 from jmp.autocasting._steps import Environment, Single
-from jmp.autocasting._wide_gradients import (
-    Parts,
-    move_rounded,
-    multiply_rounded,
-    multiply_to_float32,
-)
+from jmp.autocasting._wide_gradients import jvp, product_as, weight_product_p, with_derivative
 from jmp.dtypes import FLOAT32
 
 
@@ -60,13 +59,22 @@ class SentInHalf:
         return as_it_is(step)(lax.optimization_barrier(operands))
 
 
+class Parts(NamedTuple):
+    """How devices divide the rows of a lookup along their first axis."""
+
+    number: int
+    axes: tuple[str, ...]  # of the mesh
+    mesh: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class MovedWithWideGradient:
-    """A move of the first operand in half, with a float32 gradient.
+    """A move of the first operand in half, by indices perhaps; its transpose runs in float32.
 
     Attributes:
       half: the dtype that it moves.
-      parts: see `move_rounded`.
+      parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
+        those of all are added up.
       is_sent: whether devices send it each other.
     """
 
@@ -76,20 +84,101 @@ class MovedWithWideGradient:
 
     def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
         """Returns what is moved."""
-        move = as_it_is(step)
-        run = (lambda arrays: move(lax.optimization_barrier(arrays))) if self.is_sent else move
-        return move_rounded(run, operands, step.stores, self.half, self.parts)
+
+        def move(arrays: Sequence[Any]) -> list[Any]:
+            return as_it_is(step)(lax.optimization_barrier(arrays) if self.is_sent else arrays)
+
+        def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
+            return cast_all(move([rounded, *indices]), step.stores)
+
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+            # The rounded array changes as the array does.
+            change, indices = cast(tangents[1], FLOAT32), primals[2:]
+            if self.parts is not None:
+                rows = _look_up_in_parts(move, change, indices[0], self.half, self.parts)
+                return cast_all([rows], step.stores)
+            # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
+            # that for it.
+            return cast_all(move([lax.optimization_barrier(change), *indices]), step.stores)
+
+        # Rounded outside: one cast for the forward and the backward pass, and for a second
+        # derivative.
+        rounded = cast(operands[0], self.half)
+        return with_derivative(forward, derivative)(rounded, *operands)
+
+
+def _look_up_in_parts(
+    run: Callable[..., list[Any]], table: Any, indices: Any, half: np.dtype, parts: Parts
+) -> Any:
+    """Looks rows up in one copy of the table for each part of the indices.
+
+    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
+    scatter for each part. Each device holds one of them, which is as large as the single scatter
+    would be. It is rounded, and then added up over devices.
+    """
+    one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
+    tables = lax.with_sharding_constraint(
+        lax.broadcast(cast(table, half), (parts.number,)), NamedSharding(parts.mesh, one_each)
+    )
+    length, *others = indices.shape
+    divided = indices.reshape(parts.number, length // parts.number, *others)
+    (rows,) = jax.vmap(lambda *operands: run(operands))(cast(tables, FLOAT32), divided)
+    return rows.reshape(length, *rows.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
 class MultipliedInHalf:
-    """A half product that reads, or returns, float32 besides; see `multiply_rounded`."""
+    """A `dot_general` in half, with float32 gradients for operands that are float32.
+
+    A float32 result is what tensor cores have added up. Products of the backward pass have half
+    operands in any case.
+    """
 
     half: np.dtype
 
     def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
         """Returns the product."""
-        if step.node.name != "dot_general":
-            return multiply_to_float32(as_it_is(step), operands, step.params)
-        result = self.half if step.stores == (self.half,) else FLOAT32
-        return multiply_rounded(operands, step.params, self.half, result)
+        result: Any = step.stores[0]
+        wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
+        narrow = [i for i in (0, 1) if i not in wide]
+
+        def forward(left: Any, right: Any, *_: Any) -> list[Any]:
+            return [product_as(result, (left, right), step.params)]
+
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+            # An operand rounded outside changes as the operand does, which comes in float32 too.
+            of_halves = [(i, tangents[i]) for i in narrow]
+            changes = []
+            for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
+                if isinstance(change, SymbolicZero):
+                    continue
+                factors = [change if i == position else primals[i] for i in (0, 1)]
+                if position in wide:
+                    changes.append(weight_product_p.bind(*factors, weight=position, **step.params))
+                else:
+                    changes.append(lax.dot_general_p.bind(*factors, **step.params))
+            return [reduce(lax.add, cast_all(changes, [result] * len(changes)))]
+
+        halves = [cast(x, self.half) for x in operands]
+        return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
+
+
+@dataclasses.dataclass(frozen=True)
+class MultipliedToFloat32:
+    """Any other product of half operands with a float32 result.
+
+    Its gradients are those of a half result.
+    """
+
+    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+        """Returns the product."""
+        run = as_it_is(step)
+
+        def forward(*operands: Any) -> list[Any]:
+            return run(operands, params={**step.params, "preferred_element_type": FLOAT32})
+
+        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+            _, changes = jvp(lambda *arrays: run(arrays), primals, tangents)
+            return cast_all(changes, [FLOAT32])
+
+        return with_derivative(forward, derivative)(*operands)

@@ -35,13 +35,6 @@ class Arithmetic(enum.Enum):
     ROUNDED = "float32, rounded"
 
 
-class Recompute(enum.Enum):
-    """How an island runs in the backward pass; see `_islands`."""
-
-    PLAIN = "plain"
-    RECOMPUTE = "recompute"
-
-
 class Read(NamedTuple):
     """How an operand is read: repeated to `shape` in float32, saturated, cast to `dtype`."""
 
@@ -199,7 +192,7 @@ class Island(NamedTuple):
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once
     writes: tuple[Write, ...]  # values read outside
-    recompute: Recompute
+    is_recomputed: bool  # in the backward pass; see `_islands`
     shares_casts: bool  # all readers of an input share one cast
     common_scopes: int  # how many name scopes its nodes stand in together
     numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
@@ -314,7 +307,11 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         {producers.get(read.value, index) for read in step.reads} - {index}
         for index, step in enumerate(steps)
     ]
-    with_effects = [index for index, step in enumerate(steps) if _has_effects(step)]
+    with_effects = [
+        index
+        for index, step in enumerate(steps)
+        if not isinstance(step, Island) and step.node.equation.effects
+    ]
     for before, after in itertools.pairwise(sorted(with_effects, key=place.__getitem__)):
         needs[after].add(before)
     ends = {producers[value] for value in outputs if value in producers}
@@ -331,7 +328,3 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         order.append(steps[first])
         sorter.done(first)
     return order
-
-
-def _has_effects(step: Step) -> bool:
-    return not isinstance(step, Island) and bool(step.node.equation.effects)

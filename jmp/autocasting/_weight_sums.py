@@ -27,7 +27,7 @@ from jmp.autocasting._facts import Info
 from jmp.autocasting._graph import Value, reached
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols
-from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, Step, nodes_of
+from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, nodes_of
 
 # Products of turns that are added up in float32, at least: rounded once, a gradient of a bfloat16
 # loop had 3 % more error than one that was added up turn by turn.
@@ -82,7 +82,7 @@ def probed(
         if weight is None:
             continue
         found = []
-        for step in (step for step in plan.steps if _is_read_by(step, weight)):
+        for step in (s for s in plan.steps if any(read.value is weight for read in s.reads)):
             if not (isinstance(step, Single) and _is_plain_product(step, half)):
                 break
             other = step.node.inputs[1 - step.node.inputs.index(weight)]
@@ -118,10 +118,6 @@ def probed(
 def _multiplied_values(probes: Sequence[Probe]) -> list[Value]:
     """Returns what is multiplied and is no row, each once."""
     return list(dict.fromkeys(probe.other for probe in probes if probe.row is None))
-
-
-def _is_read_by(step: Step, value: Value) -> bool:
-    return any(read.value is value for read in step.reads)
 
 
 def _is_plain_product(step: Single, half: np.dtype) -> bool:

@@ -9,8 +9,8 @@ between devices in float32.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,135 +19,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
 from jmp._jax_compat import Params
-from jmp.autocasting._casts import cast, cast_all
+from jmp.autocasting._casts import cast
 from jmp.dtypes import FLOAT32
-
-Run = Callable[[Sequence[Any]], list[Any]]  # an equation, as a function of its operands
-
-
-class Parts(NamedTuple):
-    """How devices divide the rows of a lookup along their first axis."""
-
-    number: int
-    axes: tuple[str, ...]  # of the mesh
-    mesh: Any
-
-
-def move_rounded(
-    run: Run,
-    operands: Sequence[Any],
-    stores: Sequence[np.dtype | None],
-    half: np.dtype,
-    parts: Parts | None = None,
-) -> list[Any]:
-    """Runs what moves its first operand, in half; its transpose runs in float32.
-
-    Args:
-      run: what moves it; further operands are indices.
-      operands: the first is float32, or half already.
-      stores: the dtypes of the results.
-      parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
-        those of all are added up.
-    """
-
-    def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
-        return cast_all(run([rounded, *indices]), stores)
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        # The rounded array changes as the array does.
-        change, indices = cast(tangents[1], FLOAT32), primals[2:]
-        if parts is not None:
-            return cast_all(_look_up_in_parts(run, change, indices[0], half, parts), stores)
-        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
-        # that for it.
-        return cast_all(run([lax.optimization_barrier(change), *indices]), stores)
-
-    # Rounded outside: one cast for the forward and the backward pass, and for a second derivative.
-    return with_derivative(forward, derivative)(cast(operands[0], half), *operands)
-
-
-def _look_up_in_parts(
-    run: Run, table: Any, indices: Any, half: np.dtype, parts: Parts
-) -> list[Any]:
-    """Looks rows up in one copy of the table for each part of the indices.
-
-    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
-    scatter for each part. Each device holds one of them, which is as large as the single scatter
-    would be. It is rounded, and then added up over devices.
-    """
-    one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
-    tables = lax.with_sharding_constraint(
-        lax.broadcast(cast(table, half), (parts.number,)), NamedSharding(parts.mesh, one_each)
-    )
-    length, *others = indices.shape
-    divided = indices.reshape(parts.number, length // parts.number, *others)
-    (rows,) = jax.vmap(lambda *operands: run(operands))(cast(tables, FLOAT32), divided)
-    return [rows.reshape(length, *rows.shape[2:])]
-
-
-def multiply_rounded(
-    operands: Sequence[Any], params: Params, half: np.dtype, result: np.dtype
-) -> list[Any]:
-    """Runs a `dot_general` in half, with float32 gradients for operands that are float32.
-
-    Args:
-      params: for a half result.
-      result: the dtype of the result; in float32 it is what tensor cores have added up. Products of
-        the backward pass have half operands in any case.
-    """
-    wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
-    narrow = [i for i in (0, 1) if i not in wide]
-
-    def forward(left: Any, right: Any, *_: Any) -> list[Any]:
-        return [product_as(result, (left, right), params)]
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        # An operand rounded outside changes as the operand does, which comes in float32 too.
-        of_halves = [(i, tangents[i]) for i in narrow]
-        changes = []
-        for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
-            if isinstance(change, SymbolicZero):
-                continue
-            factors = [change if i == position else primals[i] for i in (0, 1)]
-            if position in wide:
-                changes.append(weight_product_p.bind(*factors, weight=position, **params))
-            else:
-                changes.append(lax.dot_general_p.bind(*factors, **params))
-        return [reduce(lax.add, cast_all(changes, [result] * len(changes)))]
-
-    halves = [cast(x, half) for x in operands]
-    return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
-
-
-def multiply_to_float32(
-    run: Callable[..., list[Any]], operands: Sequence[Any], params: Params
-) -> list[Any]:
-    """Runs a product of half operands with a float32 result; gradients are those of a half result.
-
-    Args:
-      run: binds it, with parameters for a half result unless it is given `params=`.
-      params: those for a half result.
-    """
-
-    def forward(*operands: Any) -> list[Any]:
-        return run(operands, params={**params, "preferred_element_type": FLOAT32})
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-
-        def of_moving(*arrays: Any) -> list[Any]:
-            return run(replaced(primals, moving, arrays))
-
-        _, changes = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-        return cast_all(changes, [FLOAT32])
-
-    return with_derivative(forward, derivative)(*operands)
-
 
 _is_differentiated = contextvars.ContextVar("differentiated", default=False)
 
@@ -177,18 +54,16 @@ def run_either(
     """
     if _is_differentiated.get():
         return differentiated(*operands)
-
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not SymbolicZero]
-
-        def of_moving(*arrays: Any) -> Any:
-            return differentiated(*replaced(primals, moving, arrays))
-
-        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-
     run = jax.custom_jvp(lambda *operands: undifferentiated(*operands))
-    run.defjvp(rule, symbolic_zeros=True)
+    run.defjvp(partial(jvp, differentiated), symbolic_zeros=True)
     return run(*operands)
+
+
+def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Returns what `jax.jvp` does, given tangents that may be symbols for zeros."""
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+    of_moving = lambda *arrays: function(*replaced(primals, moving, arrays))
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def with_derivative(
@@ -228,18 +103,38 @@ def without_symbols(tangent: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype) if isinstance(tangent, SymbolicZero) else tangent
 
 
-# A product of half operands as a linear function of one of them, which comes in as float32. It is a
-# primitive for the sake of its transpose, which no public function of JAX lets one choose.
+def bilinear(
+    name: str, run: Callable[..., Any], transposes: Sequence[Callable[..., Any]], batched: Any
+) -> Primitive:
+    """Returns a primitive for a function of two operands, for the sake of its transposes.
+
+    No public function of JAX lets one choose these.
+
+    Args:
+      run: computes the result from the operands and `**params`.
+      transposes: return the gradient of the left and of the right operand.
+      batched: the rule for `jax.vmap`.
+    """
+
+    def type_of_result(*types: Any, **params: Any) -> Any:
+        (result,) = jax.make_jaxpr(partial(run, **params))(*types).out_avals
+        return result
+
+    primitive = Primitive(name)
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(type_of_result)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    ad.defbilinear(primitive, *transposes)
+    batching.primitive_batchers[primitive] = batched
+    return primitive
+
+
+# A product of half operands as a linear function of one of them, which comes in as float32.
 
 
 def _product(*operands: Any, weight: int, **params: Any) -> Any:
     half = operands[1 - weight].dtype
     return lax.dot_general_p.bind(*(cast(x, half) for x in operands), **params)
-
-
-def _type_of_product(*types: Any, **params: Any) -> Any:
-    (result,) = jax.make_jaxpr(partial(_product, **params))(*types).out_avals
-    return result
 
 
 def _transpose(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
@@ -304,9 +199,6 @@ def run_with_product(product: Callable[..., Any], closed: Any, operands: Sequenc
     return values[jaxpr.outvars[0]]
 
 
-weight_product_p = Primitive("weight_product")
-weight_product_p.def_impl(_product)
-weight_product_p.def_abstract_eval(_type_of_product)
-mlir.register_lowering(weight_product_p, mlir.lower_fun(_product, multiple_results=False))
-ad.defbilinear(weight_product_p, partial(_transpose, 0), partial(_transpose, 1))
-batching.primitive_batchers[weight_product_p] = _batched_product
+weight_product_p = bilinear(
+    "weight_product", _product, (partial(_transpose, 0), partial(_transpose, 1)), _batched_product
+)

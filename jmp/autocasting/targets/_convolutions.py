@@ -14,15 +14,13 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._steps import Environment, Single, on_singles
-from jmp.autocasting._wide_gradients import with_derivative
+from jmp.autocasting._wide_gradients import bilinear, with_derivative
 
 
 @on_singles
@@ -72,16 +70,11 @@ class SpreadingConvolution:
         return with_derivative(forward, derivative)(*operands)
 
 
-# A convolution as a linear function of its kernel. A primitive can have a transpose of its own.
+# A convolution as a linear function of its kernel.
 
 
 def _of_kernel(image: Any, kernel: Any, **params: Any) -> Any:
     return lax.conv_general_dilated_p.bind(image, kernel, **params)
-
-
-def _type_of_convolution(*types: Any, **params: Any) -> Any:
-    (result,) = jax.make_jaxpr(partial(_of_kernel, **params))(*types).out_avals
-    return result
 
 
 def _gradient_of_image(cotangent: Any, image: Any, kernel: Any, **params: Any) -> Any:
@@ -137,9 +130,9 @@ def _batched_convolution(operands: Sequence[Any], axes: Sequence[Any], **params:
     return jax.vmap(partial(_of_kernel, **params), axes)(*operands), 0
 
 
-of_kernel_p = Primitive("convolution_of_kernel")
-of_kernel_p.def_impl(_of_kernel)
-of_kernel_p.def_abstract_eval(_type_of_convolution)
-mlir.register_lowering(of_kernel_p, mlir.lower_fun(_of_kernel, multiple_results=False))
-ad.defbilinear(of_kernel_p, _gradient_of_image, _gradient_of_kernel)
-batching.primitive_batchers[of_kernel_p] = _batched_convolution
+of_kernel_p = bilinear(
+    "convolution_of_kernel",
+    _of_kernel,
+    (_gradient_of_image, _gradient_of_kernel),
+    _batched_convolution,
+)

@@ -19,7 +19,6 @@ from jmp.autocasting._steps import (
     Environment,
     Island,
     Read,
-    Recompute,
     Single,
     on_islands,
     on_singles,
@@ -43,8 +42,7 @@ def keep_apart(island: Island, level: Level) -> Island:
     the barrier nothing fuses. XLA keeps islands that reduce rows apart by itself. On TPUs a barrier
     always costs more than it saves, because arithmetic takes time there.
     """
-    is_recomputed = island.recompute is Recompute.RECOMPUTE
-    if not is_recomputed or any(node.rule.reduces for node in island.nodes):
+    if not island.is_recomputed or any(node.rule.reduces for node in island.nodes):
         return island
     return island._replace(prevent_cse=level.context.prevent_cse)
 
