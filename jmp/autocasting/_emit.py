@@ -87,7 +87,7 @@ def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
     operands = [_read_by(read, step, environment) for read in step.reads]
     if step.lowering is None:
         return as_it_is(step)(operands)
-    return step.lowering.bind(step, operands, environment)
+    return step.lowering(step, operands, environment)
 
 
 def _run_nested(step: Nested, environment: Environment) -> list[Any]:

@@ -1,9 +1,8 @@
 """How the planner's own steps are lowered, where a primitive is not bound as it is.
 
-A lowering is a small class with `bind` (`_steps.Lowering`). Passes define others beside themselves.
+A lowering is a function (`_steps.Lowering`). Passes define others beside themselves.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -27,36 +26,28 @@ def as_it_is(step: Single) -> Callable[..., list[Any]]:
     return lambda operands, params=params: _jax_compat.bind(primitive, operands, params)
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskedSum:
-    """A sum with what may be a mask, on its way to a softmax.
+def add_masks(
+    masks: Sequence[int], step: Single, operands: Sequence[Any], _: Environment
+) -> list[Any]:
+    """Returns a sum on its way to a softmax, held above -inf where a mask carried it there.
 
-    Attributes:
+    Args:
       masks: which operands may be one.
     """
-
-    masks: tuple[int, ...]
-
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the sum, held above -inf where a mask carried it there."""
-        results = as_it_is(step)(operands)
-        for mask in self.masks:
-            others = [x for i, x in enumerate(operands) if i != mask]
-            results = [masked(result, operands[mask], *others) for result in results]
-        return results
+    results = as_it_is(step)(operands)
+    for mask in masks:
+        others = [x for i, x in enumerate(operands) if i != mask]
+        results = [masked(result, operands[mask], *others) for result in results]
+    return results
 
 
-@dataclasses.dataclass(frozen=True)
-class SentInHalf:
-    """A move between devices, of an array that is rounded before."""
+def send_in_half(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Moves an array between devices that is rounded before, from behind a barrier.
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Sends from behind a barrier.
-
-        Without it XLA may round what was sent: under jit it reads a constraint on the rounded
-        parameter as one on the parameter, and gathers that.
-        """
-        return as_it_is(step)(lax.optimization_barrier(operands))
+    Without it XLA may round what was sent: under jit it reads a constraint on the rounded parameter
+    as one on the parameter, and gathers that.
+    """
+    return as_it_is(step)(lax.optimization_barrier(operands))
 
 
 class Parts(NamedTuple):
@@ -67,44 +58,42 @@ class Parts(NamedTuple):
     mesh: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class MovedWithWideGradient:
-    """A move of the first operand in half, by indices perhaps; its transpose runs in float32.
+def move_with_wide_gradient(
+    half: np.dtype,
+    parts: Parts | None,
+    is_sent: bool,
+    step: Single,
+    operands: Sequence[Any],
+    _: Environment,
+) -> list[Any]:
+    """Moves the first operand in half, by indices perhaps; the transpose runs in float32.
 
-    Attributes:
-      half: the dtype that it moves.
+    Args:
       parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
         those of all are added up.
       is_sent: whether devices send it each other.
     """
 
-    half: np.dtype
-    parts: Parts | None = None
-    is_sent: bool = False
+    def move(arrays: Sequence[Any]) -> list[Any]:
+        return as_it_is(step)(lax.optimization_barrier(arrays) if is_sent else arrays)
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns what is moved."""
+    def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
+        return cast_all(move([rounded, *indices]), step.stores)
 
-        def move(arrays: Sequence[Any]) -> list[Any]:
-            return as_it_is(step)(lax.optimization_barrier(arrays) if self.is_sent else arrays)
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        # The rounded array changes as the array does.
+        change, indices = cast(tangents[1], FLOAT32), primals[2:]
+        if parts is not None:
+            rows = _look_up_in_parts(move, change, indices[0], half, parts)
+            return cast_all([rows], step.stores)
+        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
+        # that for it.
+        return cast_all(move([lax.optimization_barrier(change), *indices]), step.stores)
 
-        def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
-            return cast_all(move([rounded, *indices]), step.stores)
-
-        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            # The rounded array changes as the array does.
-            change, indices = cast(tangents[1], FLOAT32), primals[2:]
-            if self.parts is not None:
-                rows = _look_up_in_parts(move, change, indices[0], self.half, self.parts)
-                return cast_all([rows], step.stores)
-            # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
-            # that for it.
-            return cast_all(move([lax.optimization_barrier(change), *indices]), step.stores)
-
-        # Rounded outside: one cast for the forward and the backward pass, and for a second
-        # derivative.
-        rounded = cast(operands[0], self.half)
-        return with_derivative(forward, derivative)(rounded, *operands)
+    # Rounded outside: one cast for the forward and the backward pass, and for a second
+    # derivative.
+    rounded = cast(operands[0], half)
+    return with_derivative(forward, derivative)(rounded, *operands)
 
 
 def _look_up_in_parts(
@@ -126,59 +115,48 @@ def _look_up_in_parts(
     return rows.reshape(length, *rows.shape[2:])
 
 
-@dataclasses.dataclass(frozen=True)
-class MultipliedInHalf:
-    """A `dot_general` in half, with float32 gradients for operands that are float32.
+def multiply_in_half(
+    half: np.dtype, step: Single, operands: Sequence[Any], _: Environment
+) -> list[Any]:
+    """Returns a `dot_general` in half, with float32 gradients for operands that are float32.
 
     A float32 result is what tensor cores have added up. Products of the backward pass have half
     operands in any case.
     """
+    result: Any = step.stores[0]
+    wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
+    narrow = [i for i in (0, 1) if i not in wide]
 
-    half: np.dtype
+    def forward(left: Any, right: Any, *_: Any) -> list[Any]:
+        return [product_as(result, (left, right), step.params)]
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the product."""
-        result: Any = step.stores[0]
-        wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
-        narrow = [i for i in (0, 1) if i not in wide]
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        # An operand rounded outside changes as the operand does, which comes in float32 too.
+        of_halves = [(i, tangents[i]) for i in narrow]
+        changes = []
+        for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
+            if isinstance(change, SymbolicZero):
+                continue
+            factors = [change if i == position else primals[i] for i in (0, 1)]
+            if position in wide:
+                changes.append(weight_product_p.bind(*factors, weight=position, **step.params))
+            else:
+                changes.append(lax.dot_general_p.bind(*factors, **step.params))
+        return [reduce(lax.add, cast_all(changes, [result] * len(changes)))]
 
-        def forward(left: Any, right: Any, *_: Any) -> list[Any]:
-            return [product_as(result, (left, right), step.params)]
-
-        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            # An operand rounded outside changes as the operand does, which comes in float32 too.
-            of_halves = [(i, tangents[i]) for i in narrow]
-            changes = []
-            for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
-                if isinstance(change, SymbolicZero):
-                    continue
-                factors = [change if i == position else primals[i] for i in (0, 1)]
-                if position in wide:
-                    changes.append(weight_product_p.bind(*factors, weight=position, **step.params))
-                else:
-                    changes.append(lax.dot_general_p.bind(*factors, **step.params))
-            return [reduce(lax.add, cast_all(changes, [result] * len(changes)))]
-
-        halves = [cast(x, self.half) for x in operands]
-        return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
+    halves = [cast(x, half) for x in operands]
+    return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
 
 
-@dataclasses.dataclass(frozen=True)
-class MultipliedToFloat32:
-    """Any other product of half operands with a float32 result.
+def multiply_to_float32(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns any other product of half operands, in float32; gradients are those of a half one."""
+    run = as_it_is(step)
 
-    Its gradients are those of a half result.
-    """
+    def forward(*operands: Any) -> list[Any]:
+        return run(operands, params={**step.params, "preferred_element_type": FLOAT32})
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the product."""
-        run = as_it_is(step)
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        _, changes = jvp(lambda *arrays: run(arrays), primals, tangents)
+        return cast_all(changes, [FLOAT32])
 
-        def forward(*operands: Any) -> list[Any]:
-            return run(operands, params={**step.params, "preferred_element_type": FLOAT32})
-
-        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            _, changes = jvp(lambda *arrays: run(arrays), primals, tangents)
-            return cast_all(changes, [FLOAT32])
-
-        return with_derivative(forward, derivative)(*operands)
+    return with_derivative(forward, derivative)(*operands)

@@ -5,6 +5,7 @@ whether a value was a boolean, what it repeats, and what it is made of.
 """
 
 import enum
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -113,7 +114,11 @@ def shape_of(atom: Any) -> Shape:
 
 def is_inexact(value: Any) -> bool:
     """Returns whether a value, or an atom of a jaxpr, is floating or complex."""
-    dtype = dtype_of(value)
+    return _is_inexact(dtype_of(value))
+
+
+@functools.cache  # it is asked more often than anything else
+def _is_inexact(dtype: np.dtype | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 

@@ -5,9 +5,8 @@ island (see `_islands`) or, where no node requires float32, a run of single half
 barrier is decided by its rule; what nests is planned by its kind, which hands back its dtypes.
 """
 
-import functools
 from collections.abc import Sequence, Set
-from typing import Any
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -16,13 +15,13 @@ from jmp.autocasting._facts import compared_values
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._lowerings import (
-    MaskedSum,
-    MovedWithWideGradient,
-    MultipliedInHalf,
-    MultipliedToFloat32,
-    SentInHalf,
+    add_masks,
+    move_with_wide_gradient,
+    multiply_in_half,
+    multiply_to_float32,
+    send_in_half,
 )
-from jmp.autocasting._magnitudes import magnitude_of_sums
+from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._precision import why_not_lowered, with_default
 from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._registry import Category
@@ -162,33 +161,39 @@ class Planner(Level):
             return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
         parts = None if node.region.reduces_in_float32 else _sending.parts_of_rows(node)
         why = _sending.WHY_IN_PARTS if parts else _sending.WHY_LOOKUP
-        return self._wide(node, why, lowering=MovedWithWideGradient(self.half, parts))
+        lowering = partial(move_with_wide_gradient, self.half, parts, False)
+        return self._wide(node, why)._replace(lowering=lowering)
 
     def _product(self, node: Node) -> Single:
         """Returns a half product; parameters, or its result, are float32 if sums need it."""
         magnitudes = list(map(self.storage.magnitude, node.inputs))
+        is_asked, is_dot = _sending.asks_for_wide(node, self.facts), node.name == "dot_general"
         # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
-        is_dot, is_asked = node.name == "dot_general", _sending.asks_for_wide(node, self.facts)
-        is_wide = is_dot and is_asked
-        why = _sending.WHY_WIDE if is_wide else _sending.WHY_NOT_WIDE if is_asked else ""
-        changed: dict[str, Any] = {"reads_offset": any(x.is_coarse(self.half) for x in magnitudes)}
-        why_float32 = ""  # its result
-        if node.region.keeps_results and "preferred_element_type" in node.params:
-            why_float32 = WHY_ASKED
-        elif is_dot:
-            sums = magnitude_of_sums(node, *magnitudes)
-            if sums.exceeds_half and self._may_keep_sums(node):
-                why_float32 = WHY_SMALL
-                self.storage.bound(node.outputs, [sums])
-        if why_float32:
-            why = f"{why or node.rule.reason}; {why_float32}"
-            changed["stores"] = (FLOAT32,)
-        if why_float32 or is_wide:
-            form = MultipliedInHalf(self.half) if is_dot else MultipliedToFloat32()
-            changed["lowering"] = form
-        if is_wide:
-            return self._wide(node, why, **changed)
-        return self._single(node, Arithmetic.HALF, why, **changed)
+        if is_wide := is_asked and is_dot:
+            single = self._wide(node, _sending.WHY_WIDE)
+        else:
+            single = self._single(node, Arithmetic.HALF, _sending.WHY_NOT_WIDE * is_asked)
+        offset = any(magnitude.is_coarse(self.half) for magnitude in magnitudes)
+        single = single._replace(reads_offset=offset)
+        if why := self._why_float32_result(node, magnitudes):
+            single = single._replace(why=f"{single.why}; {why}", stores=(FLOAT32,))
+            self.storage.store(node.outputs, single.stores)
+        if not (is_wide or why):
+            return single
+        in_half = partial(multiply_in_half, self.half)
+        return single._replace(lowering=in_half if is_dot else multiply_to_float32)
+
+    def _why_float32_result(self, product: Node, magnitudes: Sequence[Magnitude]) -> str:
+        """Returns why the result of a half product is float32; "" if it is half."""
+        if product.region.keeps_results and "preferred_element_type" in product.params:
+            return WHY_ASKED
+        if product.name != "dot_general":
+            return ""
+        sums = magnitude_of_sums(product, *magnitudes)
+        if not (sums.exceeds_half and self._may_keep_sums(product)):
+            return ""
+        self.storage.bound(product.outputs, [sums])
+        return WHY_SMALL
 
     def _may_keep_sums(self, product: Node) -> bool:
         """Returns whether a result that float16 may not hold stays the float32 it is added up in.
@@ -215,27 +220,28 @@ class Planner(Level):
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
             is_first = _sending.sends(node) and not any(map(self.storage.is_half, node.inputs))
-            changed = {"lowering": SentInHalf()} if is_first else {}
-            return self._single(node, Arithmetic.HALF, _sending.WHY_SENT, **changed)
+            single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
+            return single._replace(lowering=send_in_half) if is_first else single
         if not _sending.sends(node):
             return self._single(node, Arithmetic.FLOAT32)
         # It comes out in float32, as its gradient comes in; products round it once more.
-        lowering = MovedWithWideGradient(self.half, is_sent=True)
+        single = self._wide(node, _sending.WHY_SENT)
+        lowering = partial(move_with_wide_gradient, self.half, None, True)
         stores = tuple(value.dtype for value in node.outputs)
-        return self._wide(node, _sending.WHY_SENT, lowering=lowering, stores=stores)
+        self.storage.store(node.outputs, stores)
+        return single._replace(stores=stores, lowering=lowering)
 
-    def _wide(self, node: Node, why: str, **changed: Any) -> Single:
+    def _wide(self, node: Node, why: str) -> Single:
         """Returns a step in half that reads parameters in float32, for the sake of gradients."""
         facts, storage = self.facts, self.storage
-        single = self._single(node, Arithmetic.HALF, why, **changed)
+        single = self._single(node, Arithmetic.HALF, why)
         reads = [
             Read(v, FLOAT32 if v not in facts.dependent and not storage.is_half(v) else read.dtype)
             for v, read in zip(node.inputs, single.reads, strict=True)
         ]
         return single._replace(reads=tuple(reads))
 
-    def _single(self, node: Node, arithmetic: Arithmetic, why: str = "", **changed: Any) -> Single:
-        """Returns the step of an equation; `changed` has fields that are not as they are mostly."""
+    def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
@@ -247,12 +253,10 @@ class Planner(Level):
             stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
+        self.storage.store(node.outputs, stores)
         masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
-        lowering = MaskedSum(masks) if masks else None
-        why = why or node.rule.reason
-        single = Single(node, arithmetic, why, reads, params, stores, lowering)._replace(**changed)
-        self.storage.store(node.outputs, single.stores)
-        return single
+        lowering = partial(add_masks, masks) if masks else None
+        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores, lowering)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
@@ -267,7 +271,7 @@ class Planner(Level):
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
         return Read(value, self.half, shape, self.storage.is_mask_of(node, value))
 
-    @functools.cached_property
+    @cached_property
     def _scores(self) -> Set[Value]:
         """The values that reach a maximum on this level, such as that of a softmax."""
         return compared_values(self.graph, [])

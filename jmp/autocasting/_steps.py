@@ -2,8 +2,8 @@
 
 There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
 `Island` of equations computed in float32 as one, and steps that are `Fused` to one kernel. A step
-says how it is lowered by an object that the rule or pass that wants it so attaches; nothing else
-knows that object.
+says how it is lowered by a function that the rule or pass that wants it so attaches; nothing else
+knows that function.
 """
 
 import enum
@@ -82,20 +82,9 @@ class Context(NamedTuple):
     has_gradient: bool = True
 
 
-class Lowering(Protocol):
-    """How an equation is bound, if not as it stands. Whoever attaches it to a step defines it."""
-
-    def bind(
-        self, step: "Single", operands: Sequence[Any], environment: Environment
-    ) -> Sequence[Any]:
-        """Returns the results of the equation.
-
-        Args:
-          step: that the lowering is attached to.
-          operands: as `step.reads` says.
-          environment: of the level.
-        """
-        ...
+# Binds an equation, if not as it stands; whoever attaches it to a step defines it. Given the step,
+# its operands as `step.reads` says, and the environment of the level, it returns the results.
+Lowering = Callable[["Single", Sequence[Any], Environment], Sequence[Any]]
 
 
 class Single(NamedTuple):

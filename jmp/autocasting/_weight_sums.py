@@ -12,7 +12,8 @@ computed before the loop of tangents. The transpose of that is the product behin
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,12 @@ PARTS = 4
 MOST_TURNS = 16
 
 
-class WithAddend(NamedTuple):
-    """A half product whose tangent has an addend, a value of the body."""
-
-    addend: Value
-
-    def bind(self, step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
-        """Returns the product."""
-        (result,) = as_it_is(step)(operands)
-        return [_with_addend(result, environment[self.addend])]
+def multiply_with_addend(
+    addend: Value, step: Single, operands: Sequence[Any], environment: Environment
+) -> list[Any]:
+    """Returns a half product whose tangent has an addend, a value of the body."""
+    (result,) = as_it_is(step)(operands)
+    return [_with_addend(result, environment[addend])]
 
 
 @jax.custom_jvp
@@ -102,7 +100,10 @@ def probed(
         inputs=[*plan.graph.inputs, *(probe.addend for probe in probes)],
         outputs=[*plan.graph.outputs, *stacked],
     )
-    lowered = {p.step.node: p.step._replace(lowering=WithAddend(p.addend)) for p in probes}
+    lowered = {
+        probe.step.node: probe.step._replace(lowering=partial(multiply_with_addend, probe.addend))
+        for probe in probes
+    }
     return Probed(
         plan._replace(
             graph=graph,

@@ -28,7 +28,7 @@ def exchange_kernels(step: Single, level: Level) -> Single:
     """Returns a step; if it is a half convolution that spreads, it is lowered in that order."""
     if not (step.is_half and step.lowering is None and spreads(step.node)):
         return step
-    return step._replace(lowering=SpreadingConvolution())
+    return step._replace(lowering=spread)
 
 
 def spreads(node: Node) -> bool:
@@ -50,24 +50,21 @@ def spreads(node: Node) -> bool:
     return is_larger and in_one_group and not is_empty and not asks_for_sharding
 
 
-class SpreadingConvolution:
-    """Such a convolution."""
+def spread(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns such a convolution, with a derivative of its own."""
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the convolution, with a derivative of its own."""
+    def forward(*operands: Any) -> list[Any]:
+        return [lax.conv_general_dilated_p.bind(*operands, **step.params)]
 
-        def forward(*operands: Any) -> list[Any]:
-            return [lax.conv_general_dilated_p.bind(*operands, **step.params)]
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        changes = []
+        for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
+            if not isinstance(tangents[position], SymbolicZero):
+                factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
+                changes.append(product.bind(*factors, **step.params))
+        return [reduce(lax.add, changes)]
 
-        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            changes = []
-            for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
-                if not isinstance(tangents[position], SymbolicZero):
-                    factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
-                    changes.append(product.bind(*factors, **step.params))
-            return [reduce(lax.add, changes)]
-
-        return with_derivative(forward, derivative)(*operands)
+    return with_derivative(forward, derivative)(*operands)
 
 
 # A convolution as a linear function of its kernel.

@@ -3,8 +3,8 @@
 Programs for a CPU are planned as those for GPUs, so that tests without one see the same program.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,30 +47,30 @@ def keep_apart(island: Island, level: Level) -> Island:
     return island._replace(prevent_cse=level.context.prevent_cse)
 
 
-@dataclasses.dataclass(frozen=True)
-class AddedBias:
-    """A half sum with a float32 bias, which is rounded before it is repeated.
+def add_bias(
+    half: np.dtype,
+    is_bias: Sequence[bool],
+    step: Single,
+    operands: Sequence[Any],
+    _: Environment,
+) -> list[Any]:
+    """Returns a half sum with a float32 bias, which is rounded before it is repeated.
 
-    Attributes:
-      half: the dtype of the sum.
+    The gradient of the bias adds up in float32.
+
+    Args:
       is_bias: of each operand.
     """
+    shape = step.node.outputs[0].aval.shape
 
-    half: np.dtype
-    is_bias: tuple[bool, ...]
+    def add(*operands: Any) -> list[Any]:
+        return as_it_is(step)([cast(operand, half) for operand in operands])
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the sum; the gradient of the bias adds up in float32."""
-        shape = step.node.outputs[0].aval.shape
+    def derivative(_: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        moving = zip(map(without_symbols, tangents), is_bias, strict=True)
+        return add(*(repeated(x, shape) if bias else x for x, bias in moving))
 
-        def add(*operands: Any) -> list[Any]:
-            return as_it_is(step)([cast(operand, self.half) for operand in operands])
-
-        def derivative(_: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            moving = zip(map(without_symbols, tangents), self.is_bias, strict=True)
-            return add(*(repeated(x, shape) if is_bias else x for x, is_bias in moving))
-
-        return with_derivative(add, derivative)(*operands)
+    return with_derivative(add, derivative)(*operands)
 
 
 @on_singles
@@ -87,7 +87,7 @@ def add_biases_in_loops(step: Single, level: Level) -> Single:
         read._replace(dtype=FLOAT32, shape=None) if bias else read
         for read, bias in zip(step.reads, is_bias, strict=True)
     )
-    return step._replace(reads=tuple(reads), lowering=AddedBias(level.half, is_bias))
+    return step._replace(reads=tuple(reads), lowering=partial(add_bias, level.half, is_bias))
 
 
 def _is_the_same_bias(read: Read) -> bool:
