@@ -5,8 +5,11 @@ is cast where it is used, each time: XLA merges the casts, and gradients add up 
 not take casts out of loops: there the plan says so, see `Nested.rounding`.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +35,7 @@ from jmp.autocasting._steps import (
     Unplanned,
 )
 from jmp.autocasting._weight_sums import run_probed
-from jmp.autocasting._wide_gradients import run_either
+from jmp.autocasting._wide_gradients import jvp
 from jmp.dtypes import FLOAT32
 
 # The name of the function that a recomputed island is traced from: diagnostics tell by it such a
@@ -90,8 +93,26 @@ def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
     return step.lowering(step, operands, environment)
 
 
-def _run_nested(step: Nested, environment: Environment) -> list[Any]:
-    """Returns the results of an equation that is planned inside; a loop may have two forms."""
+_is_differentiated = contextvars.ContextVar("differentiated", default=False)
+
+
+@contextlib.contextmanager
+def as_if_differentiated() -> Iterator[None]:
+    """In it programs are traced in the form that is differentiated, for those who look inside."""
+    token = _is_differentiated.set(True)
+    try:
+        yield
+    finally:
+        _is_differentiated.reset(token)
+
+
+def _run_nested(step: Nested, environment: Environment) -> Any:
+    """Returns the results of an equation that is planned inside.
+
+    A loop may have two forms: one for where no derivative is taken, one for where it is. The
+    gradient of what it closes over, or keeps in a buffer, adds up turn by turn, in the dtype that
+    it has there. Where none is taken, as in generation, float32 is twice the bytes.
+    """
     differentiated = step.differentiated
     if differentiated is None:
         return _bound(step, [_read_by(read, step, environment) for read in step.reads])
@@ -103,11 +124,14 @@ def _run_nested(step: Nested, environment: Environment) -> list[Any]:
         return cast_all(_bound(differentiated, operands), step.stores)
 
     operands = [_read_by(read, step, environment) for read in differentiated.reads]
-    results: list[Any] = run_either(in_half, in_float32, operands)
-    return results
+    if _is_differentiated.get():
+        return in_float32(*operands)
+    either = jax.custom_jvp(lambda *operands: in_half(*operands))
+    either.defjvp(partial(jvp, in_float32), symbolic_zeros=True)
+    return either(*operands)
 
 
-def _bound(step: Nested, operands: Sequence[Any]) -> list[Any]:
+def _bound(step: Nested, operands: Sequence[Any]) -> Any:
     """Returns the results of one form of a nested equation."""
     equation, kind, body = step.node.equation, kind_of(step.node.name), step.probed
     if body is not None:
@@ -115,8 +139,7 @@ def _bound(step: Nested, operands: Sequence[Any]) -> list[Any]:
         shorter = equation.replace(params=dict(_jax_compat.with_length(params, body.turns)))
         some_turns = lambda operands: kind.emit(shorter, operands, [function])
         return run_probed(some_turns, _jax_compat.Scan.of(params), body, operands)
-    results: list[Any] = kind.emit(equation, operands, list(map(_as_function, step.insides)))
-    return results
+    return kind.emit(equation, operands, list(map(_as_function, step.insides)))
 
 
 def _run_island(island: Island, environment: Environment) -> None:

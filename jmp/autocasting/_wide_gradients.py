@@ -6,9 +6,7 @@ that of a product is a product of half operands with a float32 result, which XLA
 between devices in float32.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,38 +23,6 @@ from jmp._array_calls import replaced
 from jmp._jax_compat import Params
 from jmp.autocasting._casts import cast
 from jmp.dtypes import FLOAT32
-
-_is_differentiated = contextvars.ContextVar("differentiated", default=False)
-
-
-@contextlib.contextmanager
-def as_if_differentiated() -> Iterator[None]:
-    """In it programs are traced in the form that is differentiated, for those who look inside."""
-    token = _is_differentiated.set(True)
-    try:
-        yield
-    finally:
-        _is_differentiated.reset(token)
-
-
-def run_either(
-    undifferentiated: Callable[..., Any],
-    differentiated: Callable[..., Any],
-    operands: Sequence[Any],
-) -> Any:
-    """Runs a loop in one of two forms: one for where no derivative is taken, one for where it is.
-
-    The gradient of what a loop closes over, or keeps in a buffer, adds up turn by turn, in the
-    dtype that it has there. Where none is taken, as in generation, float32 is twice the bytes.
-
-    Args:
-      undifferentiated, differentiated: functions of the operands with results of the same types.
-    """
-    if _is_differentiated.get():
-        return differentiated(*operands)
-    run = jax.custom_jvp(lambda *operands: undifferentiated(*operands))
-    run.defjvp(partial(jvp, differentiated), symbolic_zeros=True)
-    return run(*operands)
 
 
 def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
