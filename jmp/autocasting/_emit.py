@@ -21,7 +21,7 @@ from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._lowerings import as_it_is, jvp
 from jmp.autocasting._steps import (
     Environment,
     Function,
@@ -35,7 +35,6 @@ from jmp.autocasting._steps import (
     Unplanned,
 )
 from jmp.autocasting._weight_sums import run_probed
-from jmp.autocasting._wide_gradients import jvp
 from jmp.dtypes import FLOAT32
 
 # The name of the function that a recomputed island is traced from: diagnostics tell by it such a

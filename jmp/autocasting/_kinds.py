@@ -57,9 +57,7 @@ class Level:
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
-        for value, info in zip(graph.inputs, infos, strict=True):
-            if info.magnitude is not None:
-                self.storage.bound([value], [info.magnitude])
+        self.storage.bound(graph.inputs, (info.magnitude for info in infos))
 
     def plan_level(self) -> Plan:
         """Returns the plan."""
@@ -119,8 +117,7 @@ class Level:
         self.storage.store(node.outputs, stores)
         plans = [plan for plan in insides if isinstance(plan, Plan)]
         for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
-            if found := [info.magnitude for info in infos if info.magnitude is not None]:
-                self.storage.bound([value], [hull(found)])
+            self.storage.bound([value], [hull([i.magnitude for i in infos if i.magnitude])])
         return Nested(node, tuple(insides), tuple(map(Read, node.inputs, dtypes)), tuple(stores))
 
 

@@ -25,7 +25,7 @@ class Storage:
     def __init__(self, facts: Facts, half: np.dtype) -> None:
         self.facts = facts
         self.half = half
-        self._magnitudes: dict[Value, Magnitude] = {}
+        self._magnitudes: dict[Value, Magnitude | None] = {}
         self._dtypes: dict[Value, np.dtype | None] = {}
 
     def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
@@ -48,8 +48,8 @@ class Storage:
         """Returns what bounds a value."""
         return self._magnitudes.get(value) or magnitude_of_source(value)
 
-    def bound(self, values: Iterable[Value], magnitudes: Iterable[Magnitude]) -> None:
-        """Says what bounds values."""
+    def bound(self, values: Iterable[Value], magnitudes: Iterable[Magnitude | None]) -> None:
+        """Says what bounds values; None for what their dtypes say."""
         self._magnitudes.update(zip(values, magnitudes, strict=True))
 
     def measure(self, node: Node) -> None:

@@ -123,7 +123,12 @@ def move_in_float8(
     """
     first, *others = operands
     numbers, scale = _in_float8(step.reads[0].value, first, environment)
-    moved = _moved_numbers(step.node, [numbers, *others])
+    moved: Sequence[Any] = [numbers, *others]
+    for equation in moves_of(step.node):
+        if not is_cast(equation):
+            if rule_for(equation.primitive.name).sends:
+                moved = lax.optimization_barrier(moved)  # as `send_in_half` does
+            moved = _jax_compat.bind(equation.primitive, moved, equation.params)
     for value, array in zip(step.node.outputs, moved, strict=True):
         environment[Float8Of(value)] = Float8(without_reduced(array), scale)
     if in_half is None:
@@ -309,14 +314,3 @@ def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     written = [jaxpr.invars] + [inner.outvars for inner in jaxpr.eqns]
     is_chain = len(jaxpr.invars) == 1 and read == written and not constants
     return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
-
-
-def _moved_numbers(node: Node, operands: Sequence[Any]) -> list[Any]:
-    """Runs a node that moves its first operand, on float8 numbers."""
-    for equation in moves_of(node):
-        if is_cast(equation):
-            continue
-        if rule_for(equation.primitive.name).sends:
-            operands = lax.optimization_barrier(operands)  # as `send_in_half` does
-        operands = _jax_compat.bind(equation.primitive, operands, equation.params)
-    return list(operands)

@@ -18,9 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
+from jmp.autocasting._lowerings import bilinear, with_derivative
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._steps import Environment, Single, on_singles
-from jmp.autocasting._wide_gradients import bilinear, with_derivative
 
 
 @on_singles

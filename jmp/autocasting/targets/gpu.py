@@ -12,7 +12,7 @@ import numpy as np
 from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import root
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._lowerings import as_it_is, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import (
@@ -23,7 +23,6 @@ from jmp.autocasting._steps import (
     on_islands,
     on_singles,
 )
-from jmp.autocasting._wide_gradients import with_derivative, without_symbols
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._one_pass import sums_in_one_pass
