@@ -145,7 +145,7 @@ RULES = [
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
-        {"_carries._multiplied": lambda *_: set()},
+        {"_carries.reaching_inside": lambda *_: set()},
     ),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),

@@ -175,7 +175,9 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     Args:
       outputs: those that reach one outside.
     """
-    floating = filter(is_inexact, outputs)
+    floating = list(filter(is_inexact, outputs))
+    if not floating:  # nothing else is searched for
+        return set()
     return reaching(graph, floating, lambda _: False, lambda node: node.is_product)
 
 

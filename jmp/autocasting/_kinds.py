@@ -5,6 +5,7 @@ branches, custom derivatives): `kinds/` has one file each, and `register_kind` a
 kind says nothing, the equation calls one function once, with all the operands.
 
   - `rule` says how the equation counts as a whole, where the op table cannot know.
+  - `functions` and `calls` say which functions are inside, and what each is called with.
   - `context_inside` says what holds inside and not around.
   - `plan` plans what is inside, each function as a level of its own, and decides in which dtypes
     operands go in and results come out.

@@ -38,6 +38,8 @@ def scaled_before(graph: Graph) -> Graph:
             scaling = _scaling_behind(node, graph.outputs)
             if scaling is not None and (powers := _powers_of_two(scaling)):
                 found[node] = scaling, powers
+    if not found:
+        return graph
     compared = compared_values(graph, [])
     others = read_otherwise_values(graph, graph.outputs)
     changed: list[Node] = []
