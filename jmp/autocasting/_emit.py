@@ -204,11 +204,8 @@ def _function_of(island: Island) -> Function:
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
-        stored = [
-            saturated(environment[write.value]) if write.saturates else environment[write.value]
-            for write in island.writes
-        ]
-        return cast_all(stored, [write.dtype for write in island.writes])
+        pairs = [(environment[write.value], write) for write in island.writes]
+        return [cast(saturated(x) if write.saturates else x, write.dtype) for x, write in pairs]
 
     run_island.__name__ = ISLAND
     if not island.is_recomputed:
