@@ -33,7 +33,7 @@ from jmp.autocasting._steps import Context, Function, Nested, Plan, Read, Unplan
 from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
-Call = tuple[Sequence[Argument], Sequence[Value]]  # arguments, and results of the node
+InnerCall = tuple[Sequence[Argument], Sequence[Value]]  # arguments, and results of the node
 
 
 class Level:
@@ -135,7 +135,7 @@ class Kind:
         """Returns the functions inside, in the order in which `emit` takes what stands for them."""
         return [_jax_compat.called(equation.params)]
 
-    def calls(self, node: Node) -> Sequence[Call]:
+    def calls(self, node: Node) -> Sequence[InnerCall]:
         """Returns for each function what it is called with, and which results its own become."""
         return [(node.inputs, node.outputs) for _ in self.functions(node.equation)]
 

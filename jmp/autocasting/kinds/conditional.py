@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._kinds import Arrays, Call, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
 from jmp.autocasting._sending import may_part
 from jmp.autocasting._steps import Context, Function
 
@@ -20,7 +20,7 @@ class CondKind(Kind):
         """The branches."""
         return _jax_compat.branches(equation.params)
 
-    def calls(self, node: Node) -> Sequence[Call]:
+    def calls(self, node: Node) -> Sequence[InnerCall]:
         """With all operands but the number of the branch."""
         return [(node.inputs[1:], node.outputs) for _ in self.functions(node.equation)]
 

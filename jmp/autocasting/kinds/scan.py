@@ -18,7 +18,7 @@ from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, dtypes_of_carries, find_weights
 from jmp.autocasting._facts import Info, feeding_values
 from jmp.autocasting._graph import Carry, Graph, Node, RowOf, Value
-from jmp.autocasting._kinds import Arrays, Call, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._steps import Function, Nested
@@ -34,7 +34,7 @@ LAYERS = 128
 class ScanKind(Kind):
     """A body, called with constants, carries and rows."""
 
-    def calls(self, node: Node) -> Sequence[Call]:
+    def calls(self, node: Node) -> Sequence[InnerCall]:
         """With constants, carries and rows."""
         constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
         numbered = (Carry(value, index) for index, value in enumerate(carries))

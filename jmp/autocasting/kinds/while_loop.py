@@ -20,7 +20,7 @@ from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, dtypes_of_carries, find_weights
 from jmp.autocasting._casts import cast_all
 from jmp.autocasting._graph import Carry, Node
-from jmp.autocasting._kinds import Arrays, Call, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import Propagation, WayInside
@@ -74,7 +74,7 @@ class WhileKind(Kind):
         loop = _jax_compat.While.of(equation.params)
         return loop.condition, loop.body
 
-    def calls(self, node: Node) -> Sequence[Call]:
+    def calls(self, node: Node) -> Sequence[InnerCall]:
         """With what each closes over, and the carries; no result of the node is the condition's."""
         asked, closed, carries = _jax_compat.While.of(node.params).split(node.inputs)
         numbered = [Carry(value, index) for index, value in enumerate(carries)]

@@ -28,7 +28,7 @@ def exchange_kernels(step: Single, level: Level) -> Single:
     """Returns a step; if it is a half convolution that spreads, it is lowered in that order."""
     if not (step.is_half and step.lowering is None and spreads(step.node)):
         return step
-    return step._replace(lowering=spread)
+    return step._replace(lowering=convolve_spreading)
 
 
 def spreads(node: Node) -> bool:
@@ -50,7 +50,7 @@ def spreads(node: Node) -> bool:
     return is_larger and in_one_group and not is_empty and not asks_for_sharding
 
 
-def spread(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+def convolve_spreading(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
     """Returns such a convolution, with a derivative of its own."""
 
     def forward(*operands: Any) -> list[Any]:
