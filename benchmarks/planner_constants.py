@@ -31,7 +31,7 @@ from benchmarks.planner_rules import (
     numbers,
     replaced,
 )
-from jmp.autocasting import _planner
+from jmp.autocasting import _islands
 from jmp.autocasting._numbers import known_of
 from testbed.machines.gpus import Program, compile_for_h200
 from testbed.machines.training_steps import compile_step
@@ -254,7 +254,7 @@ def unknown() -> Rows:
 
     def recomputed(batch: Any, width: int, symbol: int) -> str:
         found = []
-        choose = _planner.choose_recompute
+        choose = _islands.choose_recompute
 
         def recorded(*args: Any) -> Any:
             found.append(choose(*args))
@@ -262,7 +262,7 @@ def unknown() -> Rows:
 
         types = {k: jax.ShapeDtypeStruct((width, width), np.float32) for k in ("in", "w", "out")}
         x = jax.ShapeDtypeStruct((batch, width), np.float32)
-        off = {"_planner.choose_recompute": recorded, "_numbers.UNKNOWN": symbol}
+        off = {"_islands.choose_recompute": recorded, "_numbers.UNKNOWN": symbol}
         with replaced(off):
             jax.eval_shape(jmp.autocast(loss, "mixed_float16"), types, x)
         return ", ".join(f"{mode.value}" for mode in found)

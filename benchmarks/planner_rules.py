@@ -40,7 +40,7 @@ from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._exact_products import find_angles
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._passes import targets
-from jmp.autocasting._steps import Arithmetic, Recompute
+from jmp.autocasting._steps import Arithmetic
 from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
@@ -116,10 +116,10 @@ class Rule(NamedTuple):
 
 
 RULES = [
-    Rule("islands are recomputed", {"_planner.choose_recompute": lambda *_: Recompute.PLAIN}),
-    Rule("peeling", {"_planner.peel": lambda nodes, *_: ([], nodes)}),
-    Rule("half between islands", {"_planner.half_between": lambda *_: set()}),
-    Rule("numbers are repeated inside", {"_planner.repeated_numbers": lambda _: []}),
+    Rule("islands are recomputed", {"_islands.choose_recompute": lambda *_: False}),
+    Rule("peeling", {"_islands.peel": lambda nodes, *_: ([], nodes)}),
+    Rule("half between islands", {"_islands.half_between": lambda *_: set()}),
+    Rule("numbers are repeated inside", {"_islands.repeated_numbers": lambda _: []}),
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
     Rule("weights are summed after turns", {"kinds.scan.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
@@ -145,7 +145,7 @@ RULES = [
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
-        {"_carries._multiplied": lambda *_: set()},
+        {"_carries.reaching_inside": lambda *_: set()},
     ),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),

@@ -13,8 +13,8 @@ The way of a program, and the files in the order in which they build on each oth
     `_islands` and `_sending`; what nests is planned by its kind (`_kinds`, `kinds/`) as a level;
   - passes (`_passes`) change steps: `targets/` has a tuple of them for each kind of hardware, some
     of which are those of `attention/` and `float8/`;
-  - `_emit` runs the steps and decides nothing, with `_casts`, `_lowerings`, `_wide_gradients` and
-    `_weight_sums`; `_operations` reads the steps, for reports.
+  - `_emit` runs the steps and decides nothing, with `_casts`, `_lowerings` and `_weight_sums`;
+    `_operations` reads the steps, for reports.
 """
 
 from jmp.autocasting import kinds, rules, targets

@@ -22,8 +22,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmp.autocasting._facts import exposed_values, multiplied_values
-from jmp.autocasting._graph import Graph, Inside, Node, Value, reached
+from jmp.autocasting._facts import (
+    Destination,
+    Info,
+    exposed_values,
+    holds_product,
+    multiplied_values,
+    reaching_inside,
+)
+from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._registry import is_low
 from jmp.autocasting._steps import Arithmetic, Nested, Plan, Single, Unplanned, steps_of
@@ -43,8 +50,7 @@ class InHalf(NamedTuple):
 
 
 def carried_in_half(
-    graph: Graph,
-    values: Sequence[Value],
+    inside: Inside,
     node: Node,
     level: Level,
     streams: Sequence[bool] = (),
@@ -53,23 +59,26 @@ def carried_in_half(
     """Returns for each carry of a loop whether it loses nothing in half.
 
     Args:
-      graph: of the body; its first outputs are the carries after a turn.
-      values: its inputs that are the carries before a turn.
+      inside: the body; its first outputs are the carries after a turn.
       node: the loop, whose first results are the carries.
       level: that it stands on.
       streams: which carries are half in any case; left out, none.
-      condition: of a while loop; its last inputs are the carries.
+      condition: of a while loop.
     """
-    triples = zip(values, graph.outputs, node.outputs, strict=False)
+    graph = inside.graph
+    triples = zip(carries_of(inside).values(), graph.outputs, node.outputs, strict=False)
     carries = list(itertools.starmap(_Carry, triples))
+    # In a turn, or in one that follows.
+    multiplied = reaching_inside(inside, set(), holds_product, lambda _: False)
+    asked = set() if condition is None else _asked(condition, level.half)
     found = [
         carry
-        for carry in carries
-        if carry.before.is_float32 and carry.after not in level.facts.carried
+        for number, carry in enumerate(carries)
+        if carry.before.is_float32
+        and carry.after not in level.facts.carried
+        and carry.before in multiplied
+        and number not in asked
     ]
-    multiplied = _multiplied(graph, carries)
-    asked = _asked(condition, values, level.half)
-    found = [carry for carry in found if carry.before in multiplied - asked]
     buffers = _buffers(carries)
     # A state is computed anew; whatever reads it after the loop, it was half before.
     found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
@@ -84,6 +93,28 @@ def carried_in_half(
     in_half = [carry in found or is_stream for carry, is_stream in pairs]
     is_buffer = [carry in found and carry in buffers and not stream for carry, stream in pairs]
     return InHalf(in_half, is_buffer)
+
+
+def carries_of(inside: Inside) -> dict[int, Value]:
+    """Returns the inputs of a function inside that are carries, by their numbers, in order."""
+    pairs = zip(inside.arguments, inside.inputs, strict=True)
+    return {argument.number: v for argument, v in pairs if isinstance(argument, Carry)}
+
+
+def _asked(condition: Inside, half: np.dtype) -> set[int]:
+    """Returns the numbers of the carries that the condition of a loop reads."""
+    read = exposed_values(condition.graph, condition.graph.outputs, half)
+    return {number for number, value in carries_of(condition).items() if value in read}
+
+
+def dtypes_of_carries(
+    values: Sequence[Value], in_half: Sequence[bool], half: np.dtype
+) -> tuple[list[np.dtype | None], list[Info], list[Destination]]:
+    """Returns the dtypes of carries, what they are before a turn, and where they go after it."""
+    dtypes = [half if is_half else v.dtype for v, is_half in zip(values, in_half, strict=True)]
+    infos = [Info(dtype, False) for dtype in dtypes]
+    goes = [Destination(is_half, carried=not is_half, rounded=is_half) for is_half in in_half]
+    return dtypes, infos, goes
 
 
 def _stays_wide(buffer: _Carry, node: Node, level: Level) -> bool:
@@ -103,45 +134,39 @@ def _buffers(carries: Sequence[_Carry]) -> list[_Carry]:
     return [c for c in carries if c in set(reached(sources[c], sources.__getitem__))]
 
 
-def find_weights(
-    plan: Plan, values: Sequence[Value], in_half: Sequence[bool], level: Level
-) -> list[bool]:
-    """Returns for each input of a loop's body whether it is a weight, and so may come in rounded.
+def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value]:
+    """Returns the inputs of a loop's body that may come in rounded, such as weights; carries too.
 
-    Only half products read it, and lookups whose rows are rounded. A table of which only rows are
+    Only half products read one, and lookups whose rows are rounded. A table of which only rows are
     looked up does not count: that reads less than would be rounded.
 
     Args:
       plan: of the body; its first outputs are the carries, and what follows them rows of results.
-      values: inputs of its graph.
       in_half: of each carry, as `carried_in_half` returned it.
       level: that the loop stands on.
     """
-    may_be = [value.is_float32 and value.varies for value in values]
-    if level.half == np.float16:
-        # One that may be a mask is held within float16's range, where it is applied.
-        may_be = [
-            may and not any(user.rule.masks for user in value.users)
-            for may, value in zip(may_be, values, strict=True)
-        ]
     lookups = {
         step.node
         for step in plan.steps
         if isinstance(step, Single) and step.node.name == "gather" and step.stores == (level.half,)
     }
-    outputs = plan.graph.outputs
-    wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
-    found = multiplied_values(plan.graph, [])
     exact = {
         step.node
         for step in plan.steps
         if isinstance(step, Nested) and any(map(_multiplies_float32, step.insides))
     }
+    outputs = plan.graph.outputs
+    wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
+    found = multiplied_values(plan.graph, [])
     found -= exposed_values(plan.graph, wide, level.half, lookups, exact)
-    return [
-        may and value in found and not lookups.issuperset(value.users)
-        for may, value in zip(may_be, values, strict=True)
-    ]
+    if level.half == np.float16:
+        # One that may be a mask is held within float16's range, where it is applied.
+        found = {value for value in found if not any(user.rule.masks for user in value.users)}
+    return {
+        value
+        for value in found.intersection(plan.graph.inputs)
+        if value.is_float32 and value.varies and not lookups.issuperset(value.users)
+    }
 
 
 def _multiplies_float32(inside: Plan | Unplanned) -> bool:
@@ -170,26 +195,6 @@ def find_caches(plan: Plan) -> list[Value]:
         if value in found - exposed
         and any(value.aval.shape == x.aval.shape and value in _held_by(x) for x in changed)
     ]
-
-
-def _asked(condition: Inside | None, values: Sequence[Value], half: np.dtype) -> set[Value]:
-    """Returns those of a loop's carries that its condition reads."""
-    if condition is None:
-        return set()
-    read = exposed_values(condition.graph, condition.graph.outputs, half)
-    pairs = zip(reversed(values), reversed(condition.inputs), strict=False)
-    return {value for value, inner in pairs if inner in read}
-
-
-def _multiplied(graph: Graph, carries: Sequence[_Carry]) -> set[Value]:
-    """Returns the values that reach a product in a turn, or in one that follows."""
-    found: set[Value] = set()
-    while True:
-        later = [carry.result for carry in carries if carry.before in found]
-        again = multiplied_values(graph, later)
-        if again == found:
-            return found
-        found = again
 
 
 def _held_by(result: Value) -> set[Value]:

@@ -2,11 +2,14 @@
 
 Nothing is decided here. Values are kept in the dtype the plan stores them in. A float32 parameter
 is cast where it is used, each time: XLA merges the casts, and gradients add up in float32. XLA does
-not take casts out of loops: there the plan says so, see `Nested.rounds`.
+not take casts out of loops: there the plan says so, see `Nested.rounding`.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,25 +21,20 @@ from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._lowerings import as_it_is, jvp
 from jmp.autocasting._steps import (
-    Dtypes,
     Environment,
     Function,
     Fused,
     Island,
     Nested,
     Plan,
-    Probed,
     Read,
-    Recompute,
     Single,
     Step,
     Unplanned,
-    Write,
 )
 from jmp.autocasting._weight_sums import run_probed
-from jmp.autocasting._wide_gradients import run_either
 from jmp.dtypes import FLOAT32
 
 # The name of the function that a recomputed island is traced from: diagnostics tell by it such a
@@ -91,52 +89,56 @@ def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
     operands = [_read_by(read, step, environment) for read in step.reads]
     if step.lowering is None:
         return as_it_is(step)(operands)
-    return step.lowering.bind(step, operands, environment)
+    return step.lowering(step, operands, environment)
 
 
-def _run_nested(step: Nested, environment: Environment) -> list[Any]:
+_is_differentiated = contextvars.ContextVar("differentiated", default=False)
+
+
+@contextlib.contextmanager
+def as_if_differentiated() -> Iterator[None]:
+    """In it programs are traced in the form that is differentiated, for those who look inside."""
+    token = _is_differentiated.set(True)
+    try:
+        yield
+    finally:
+        _is_differentiated.reset(token)
+
+
+def _run_nested(step: Nested, environment: Environment) -> Any:
     """Returns the results of an equation that is planned inside.
 
-    A loop runs in one of two forms, see `Nested.rounds`, `Nested.wide` and `Nested.probed`.
+    A loop may have two forms: one for where no derivative is taken, one for where it is. The
+    gradient of what it closes over, or keeps in a buffer, adds up turn by turn, in the dtype that
+    it has there. Where none is taken, as in generation, float32 is twice the bytes.
     """
-    differentiated = step if step.wide is None else step.wide
-    operands = [_read_by(read, step, environment) for read in differentiated.reads]
-
-    def run(step: Nested, operands: Sequence[Any]) -> list[Any]:
-        functions = list(map(_as_function, step.insides))
-        results: list[Any] = kind_of(step.node.name).emit(step.node.equation, operands, functions)
-        return results
-
-    if step.wide is None and not any(step.rounds):
-        return run(step, operands)
-    reads = [read.dtype for read in step.reads]
+    differentiated = step.differentiated
+    if differentiated is None:
+        return _bound(step, [_read_by(read, step, environment) for read in step.reads])
 
     def in_half(*operands: Any) -> Any:
-        first, others = operands[: len(step.rounds)], operands[len(step.rounds) :]
-        return run(step, cast_all([*cast_all(first, step.rounds), *others], reads))
+        return _bound(step, cast_all(operands, [read.dtype for read in step.reads]))
 
     def in_float32(*operands: Any) -> Any:
-        return cast_all(run(differentiated, operands), step.stores)
+        return cast_all(_bound(differentiated, operands), step.stores)
 
-    form = in_float32
-    if differentiated.probed is not None:
-        form = _summing_after(differentiated, differentiated.probed, step.stores)
-    results: list[Any] = run_either(in_half, form, operands)
-    return results
+    operands = [_read_by(read, step, environment) for read in differentiated.reads]
+    if _is_differentiated.get():
+        return in_float32(*operands)
+    either = jax.custom_jvp(lambda *operands: in_half(*operands))
+    either.defjvp(partial(jvp, in_float32), symbolic_zeros=True)
+    return either(*operands)
 
 
-def _summing_after(step: Nested, body: Probed, stores: Dtypes) -> Function:
-    """Returns a scan, a function of its operands, whose weights have their gradients after it."""
-    node, function = step.node, _as_function(body.plan)
-
-    def some_turns(operands: Sequence[Any]) -> list[Any]:
-        params = dict(_jax_compat.with_length(node.params, body.turns))
-        equation = node.equation.replace(params=params)
-        results: list[Any] = kind_of(node.name).emit(equation, operands, [function])
-        return results
-
-    scan = _jax_compat.Scan.of(node.params)
-    return lambda *operands: cast_all(run_probed(some_turns, scan, body, operands), stores)
+def _bound(step: Nested, operands: Sequence[Any]) -> Any:
+    """Returns the results of one form of a nested equation."""
+    equation, kind, body = step.node.equation, kind_of(step.node.name), step.probed
+    if body is not None:
+        params, function = equation.params, _as_function(body.plan)
+        shorter = equation.replace(params=dict(_jax_compat.with_length(params, body.turns)))
+        some_turns = lambda operands: kind.emit(shorter, operands, [function])
+        return run_probed(some_turns, _jax_compat.Scan.of(params), body, operands)
+    return kind.emit(equation, operands, list(map(_as_function, step.insides)))
 
 
 def _run_island(island: Island, environment: Environment) -> None:
@@ -202,12 +204,15 @@ def _function_of(island: Island) -> Function:
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
-        return [_stored(write, environment[write.value]) for write in island.writes]
+        pairs = [(environment[write.value], write) for write in island.writes]
+        return [cast(saturated(x) if write.saturates else x, write.dtype) for x, write in pairs]
 
     run_island.__name__ = ISLAND
-    if island.recompute is Recompute.PLAIN:
+    if not island.is_recomputed:
         return run_island
-    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=_what_to_keep(island))
+    kept = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
+    policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
+    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=policy)
 
 
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:
@@ -218,13 +223,6 @@ def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]
     if island.lowering is not None:
         return island.lowering.bind(node, operands)
     return _jax_compat.bind(node.equation.primitive, operands, node.params)
-
-
-def _what_to_keep(island: Island) -> Any:
-    names = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
-    if names:
-        return jax.checkpoint_policies.save_only_these_names(*names)
-    return None
 
 
 def _rounded_again(array: Any) -> Any:
@@ -261,7 +259,3 @@ def read_value(read: Read, environment: Environment) -> Any:
     if value.literal is not None and shape is None and not saturates and np.ndim(array) == 0:
         return array if dtype == FLOAT32 else np.asarray(array).astype(dtype)
     return cast(array, dtype)
-
-
-def _stored(write: Write, array: Any) -> Any:
-    return cast(saturated(array) if write.saturates else array, write.dtype)

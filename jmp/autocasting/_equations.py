@@ -115,8 +115,16 @@ def draws_bits(equation: JaxprEqn) -> bool:
 
 def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
     """Returns an equation in other primitives; None for one that stays as it is."""
-    form = _form_of(equation)
-    if form is None or equation.primitive.name in settings.overrides:
+    if equation.primitive.name in settings.overrides:
+        return None
+    form: Callable[..., Any]
+    if contracts_nothing(equation):
+        form = _multiplication
+    elif multiplies_mask(equation):
+        form = _product_of_float32
+    elif _sums_own_axes(equation):
+        form = _plain_sum
+    else:
         return None
     types = tuple(atom.aval for atom in equation.invars)
     traced = _traced(form, types, tuple(equation.params.items()))
@@ -164,14 +172,6 @@ def _sums_own_axes(equation: JaxprEqn) -> bool:
         and all(isinstance(axis, int) for axis in params.get("axes", ()))
         and params.get("axis_index_groups") is None
     )
-
-
-def _form_of(equation: JaxprEqn) -> Callable[..., Any] | None:
-    if contracts_nothing(equation):
-        return _multiplication
-    if multiplies_mask(equation):
-        return _product_of_float32
-    return _plain_sum if _sums_own_axes(equation) else None
 
 
 def _multiplication(params: Params, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -18,19 +18,20 @@ compute these in float32, and so does autocast:
 The flattening follows what a value is made of (`ValueProvenance`) from the inputs on.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._facts import is_low_node, outputs_that_reach, reaching
+from jmp import _jax_compat
+from jmp.autocasting._facts import is_low_node, reaching, reaching_inside
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import ValueProvenance, dtype_of, is_inexact, provenance_of_array
 from jmp.autocasting._propagation import inner_equations
-from jmp.autocasting._registry import NO_RULE, Category, is_low, rule_for
+from jmp.autocasting._registry import NO_RULE, Category, Rule, is_low, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
 WHY_TABLE = "a matrix made of constants transforms an input: rounding it would be felt in all data"
@@ -60,23 +61,25 @@ def why_exact(operands: Sequence[Value]) -> str:
     return WHY_TABLE if is_table and is_data else ""
 
 
-def provenance_of_results(node: Node) -> ValueProvenance:
+def provenance_of_results(
+    equation: JaxprEqn, rule: Rule, operands: Sequence[Value]
+) -> ValueProvenance:
     """Returns what an equation's floating results are made of; others: see `ValueProvenance.of`."""
-    found = max((value.provenance for value in node.inputs), default=ValueProvenance.CONSTANTS)
+    found = max((value.provenance for value in operands), default=ValueProvenance.CONSTANTS)
     if found is ValueProvenance.PRODUCTS:
         return found
-    if is_low(node.equation):
-        is_exact = node.rule.category is Category.FULL and why_exact(node.inputs)
+    if is_low(equation):
+        is_exact = rule.category is Category.FULL and why_exact(operands)
         # The result of a NumPy array counts as a product's; see `why_exact`.
-        has_table = ValueProvenance.TABLES in (value.provenance for value in node.inputs)
+        has_table = ValueProvenance.TABLES in (value.provenance for value in operands)
         return found if is_exact and not has_table else ValueProvenance.PRODUCTS
-    if node.holds_functions:
-        return max(found, _made_inside(node.equation))
-    if node.rule.draws_bits or node.rule == NO_RULE:
+    if _jax_compat.holds_functions(equation):
+        return max(found, _made_inside(equation))
+    if rule.draws_bits or rule == NO_RULE:
         return max(found, ValueProvenance.INPUTS)
-    if node.name == "eq":
+    if equation.primitive.name == "eq":
         return max(found, ValueProvenance.CHOICES)
-    is_moved = node.rule.moves or node.rule.casts
+    is_moved = rule.moves or rule.casts
     # A function of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
     return ValueProvenance.CONSTANTS if found is ValueProvenance.CHOICES and not is_moved else found
 
@@ -108,22 +111,21 @@ def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
 
 
 def find_angles(
-    graph: Graph, results: Iterable[Value] = ()
+    graph: Graph, wrapped: set[Value] | None = None
 ) -> Iterator[tuple[Graph, set[Value], list[Node]]]:
     """Yields each level with what reaches a function that wraps, and its products of angles.
 
     These are the products of inputs whose results reach such a function.
 
     Args:
-      results: outputs that reach one outside.
+      wrapped: the values that reach one, if that is known; also in later turns, or outside.
     """
-    wrapped = reaching(graph, results, wraps, is_low_node)
+    if wrapped is None:
+        wrapped = reaching(graph, [], wraps, is_low_node)
     products = (node for node in graph.nodes if node.is_product and _reads_inputs(node))
     yield graph, wrapped, [node for node in products if not wrapped.isdisjoint(node.outputs)]
     for inside in (inside for node in graph.nodes for inside in node.insides):
-        yield from find_angles(
-            inside.graph, outputs_that_reach(inside, wrapped, wraps, is_low_node)
-        )
+        yield from find_angles(inside.graph, reaching_inside(inside, wrapped, wraps, is_low_node))
 
 
 def _reads_inputs(product: Node) -> bool:

@@ -19,7 +19,7 @@
   a barrier, and so end deeper.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -118,28 +118,26 @@ def reaching(
             # Indices, masks and sizes carry no precision from one side to the other.
             found.update(filter(is_inexact, node.inputs))
         elif node.insides and not stops(node):
-            operands = _reaching_inside(node, found, starts, stops)
-            found.update(filter(is_inexact, operands))
+            for inside in node.insides:
+                values = reaching_inside(inside, found, starts, stops)
+                pairs = zip(inside.arguments, inside.inputs, strict=True)
+                operands = (value_of(argument) for argument, value in pairs if value in values)
+                found.update(filter(is_inexact, operands))
         elif not (found.isdisjoint(node.outputs) or stops(node)):
             found.update(filter(is_inexact, node.inputs))
     return found
 
 
-def _reaching_inside(
-    node: Node, found: Set[Value], starts: Callable[[Node], bool], stops: Callable[[Node], bool]
-) -> Iterator[Value]:
-    """Yields the operands of a node from which a way leads to `found`, or to a node inside."""
-    for inside in node.insides:
-        outputs = outputs_that_reach(inside, found, starts, stops)
-        values = reaching(inside.graph, outputs, starts, stops)
-        pairs = zip(inside.arguments, inside.inputs, strict=True)
-        yield from (value_of(argument) for argument, value in pairs if value in values)
-
-
-def outputs_that_reach(
+def reaching_inside(
     inside: Inside, found: Set[Value], starts: Callable[[Node], bool], stops: Callable[[Node], bool]
 ) -> set[Value]:
-    """Returns the outputs of a function inside that reach `found` outside, in a later turn too."""
+    """Returns the values of a function inside from which a way leads to `found`, or to a node.
+
+    It may lead there in a later turn of a loop.
+
+    Args:
+      found: values of the level around; see `reaching` for the others.
+    """
     outputs = inside.graph.outputs
     reach = {own for own, result in zip(outputs, inside.results, strict=False) if result in found}
     carries = [
@@ -147,13 +145,12 @@ def outputs_that_reach(
         for argument, value in zip(inside.arguments, inside.inputs, strict=True)
         if isinstance(argument, Carry) and inside.results
     ]
-    while carries:
+    while True:
         values = reaching(inside.graph, reach, starts, stops)
         again = reach | {after for before, after in carries if before in values}
         if again == reach:
-            break
+            return values
         reach = again
-    return reach
 
 
 def is_low_node(node: Node) -> bool:
@@ -164,11 +161,6 @@ def is_low_node(node: Node) -> bool:
 def holds_product(node: Node) -> bool:
     """Returns whether a node is, or holds where it is not opened, a product in whatever dtype."""
     return any(map(is_low, node.equations))
-
-
-def holds_maximum(node: Node) -> bool:
-    """Returns whether a node is a maximum, as that of a softmax, or holds one."""
-    return any(equation.primitive.name == "reduce_max" for equation in node.equations)
 
 
 def feeding_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
@@ -183,13 +175,16 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     Args:
       outputs: those that reach one outside.
     """
-    floating = filter(is_inexact, outputs)
+    floating = list(filter(is_inexact, outputs))
+    if not floating:  # nothing else is searched for
+        return set()
     return reaching(graph, floating, lambda _: False, lambda node: node.is_product)
 
 
 def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     """Returns the values that reach a maximum, such as that of a softmax."""
-    return reaching(graph, outputs, holds_maximum, is_low_node)
+    is_maximum = lambda node: any(e.primitive.name == "reduce_max" for e in node.equations)
+    return reaching(graph, outputs, is_maximum, is_low_node)
 
 
 def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:

@@ -17,14 +17,7 @@ from jmp.autocasting._equations import contains_products, draws_bits, is_marker,
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, provenance_of_results, why_exact
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import (
-    NOTHING,
-    Known,
-    ValueProvenance,
-    dtype_of,
-    known_of,
-    provenance_of_array,
-)
+from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
 from jmp.autocasting._precision import in_regions, with_older_forms
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request
@@ -98,9 +91,7 @@ def _level_of(
 def _insides(node: Node, request: Request) -> Iterator[Inside]:
     kind = kind_of(node.name)
     functions = kind.functions(node.equation)
-    for function, arguments, results in zip(
-        functions, kind.arguments(node), kind.results(node), strict=True
-    ):
+    for function, (arguments, results) in zip(functions, kind.calls(node), strict=True):
         jaxpr, constants = _jax_compat.open_jaxpr(function)
         yield Inside(_level_of(jaxpr, constants, arguments, node, request), arguments, results)
 
@@ -156,25 +147,18 @@ class _Flattening:
             if why := why_exact(operands):
                 rule = Rule(Category.FULL, why)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
+        known = known._replace(provenance=provenance_of_results(equation, rule, operands))
         place, stays = len(self.nodes), is_marker(equation)
         read = tuple(operands)
         node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
-        node.goes_inside = _goes_inside(node)
-        node.has_products = node.is_product or (
-            node.goes_inside and contains_products(equation, settings)
-        )
         node.is_in_full = settings.overrides.get(node.name) is Category.FULL
-        provenance = provenance_of_results(node)
-        for value in node.outputs:
-            value.provenance = provenance.of(value)
+        is_whole = node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL
+        if not is_whole and has_kind(node.name) and not kind_of(node.name).runs_as_written:
+            node.goes_inside = True
+        inner_products = node.goes_inside and contains_products(equation, settings)
+        node.has_products = node.is_product or inner_products
         self.nodes.append(node)
         return node
-
-
-def _goes_inside(node: Node) -> bool:
-    if node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL:
-        return False
-    return has_kind(node.name) and not kind_of(node.name).runs_as_written
 
 
 # Numbers that are known before the program runs.
@@ -182,17 +166,14 @@ def _goes_inside(node: Node) -> bool:
 
 def _input(aval: Any, given: Given) -> Value:
     if isinstance(given, Value):
-        return Value(aval, known=given.known, provenance=given.provenance, outside=given)
-    if isinstance(given, RowOf):
-        return Value(aval, provenance=given.value.provenance)
-    return Value(
-        aval, provenance=given if isinstance(given, ValueProvenance) else ValueProvenance.PRODUCTS
-    )
+        return Value(aval, known=given.known, outside=given)
+    found = given.value.provenance if isinstance(given, RowOf) else given
+    provenance = found if isinstance(found, ValueProvenance) else ValueProvenance.PRODUCTS
+    return Value(aval, known=Known(provenance=provenance))
 
 
 def _closed_over_value(array: Any, half: np.dtype, literal: Any = None) -> Value:
-    known, provenance = known_of(array, half), provenance_of_array(array)
-    return Value(jax.typeof(array), known=known, provenance=provenance, literal=literal)
+    return Value(jax.typeof(array), known=known_of(array, half), literal=literal)
 
 
 def _literal(atom: Any) -> Value:

@@ -39,7 +39,6 @@ class Value:
     aval: Any  # its nominal type, as traced
     producer: "Node | None" = None  # None for inputs, constants and literals
     known: Known = NOTHING
-    provenance: ValueProvenance = ValueProvenance.CONSTANTS
     literal: Any = None  # the number or array that the program holds in its place; or None
     outside: "Value | None" = None  # of an input, what comes in from the level outside, if known
     users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
@@ -47,7 +46,7 @@ class Value:
     def __post_init__(self) -> None:
         self.dtype = dtype_of(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
-        self.provenance = self.provenance.of(self)
+        self.provenance = self.known.provenance.of(self)
         # The value of the outermost level that comes in here; the value itself if it is no input.
         self.origin: Value = self if self.outside is None else self.outside.origin
         self.constant, self.fits_half, self.is_extreme, source, *_ = self.known
@@ -193,11 +192,16 @@ def downstream(value: Value, through: Callable[[Node], bool]) -> Iterator[Value]
     return reached([value], results)
 
 
-def root(value: Value) -> Value:
-    """Returns what a value was before it was only moved: reshaped, transposed, broadcast."""
-    while value.producer is not None and value.producer.rule.moves:
+def source_through(value: Value, through: Callable[[Node], bool]) -> Value:
+    """Returns what a value was before nodes that `through` holds for, first operand by first."""
+    while value.producer is not None and through(value.producer):
         value = value.producer.inputs[0]
     return value
+
+
+def root(value: Value) -> Value:
+    """Returns what a value was before it was only moved: reshaped, transposed, broadcast."""
+    return source_through(value, lambda node: node.rule.moves)
 
 
 def are_same(left: Value, right: Value) -> bool:

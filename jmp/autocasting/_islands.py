@@ -4,13 +4,11 @@ An island is a connected set of fusible nodes of one depth that holds a *seed*: 
 float32. It reads half values, computes in float32 inside one fusion, and writes half values
 where a product follows. Islands come from the dataflow; no module's name is asked.
 
-How an island runs:
-  - PLAIN: its float32 values may be kept for the backward pass. For small ones, and for those that
-    normalise over the batch, where the backward pass needs two passes anyway.
-  - RECOMPUTE: it keeps only its half inputs and is computed again in the backward pass. For norms
-    and softmax (XLA computes a whole row in one kernel) and for expensive functions (gelu): what
-    they would keep is larger than what they read, and a fused island costs no time beside its
-    traffic.
+Most islands are recomputed: they keep only their half inputs, and are computed again in the
+backward pass. Such are norms and softmax (XLA computes a whole row in one kernel) and expensive
+functions (gelu): what they would keep is larger than what they read, and a fused island costs no
+time beside its traffic. Others may keep their float32 values: small ones, and those that normalise
+over the batch, where the backward pass needs two passes anyway.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
@@ -24,7 +22,7 @@ from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import has_symbols, is_inexact, shape_of
 from jmp.autocasting._reasons import LARGE_INPUT
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Fused, Island, Recompute, S, Step
+from jmp.autocasting._steps import Fused, Island, S, Step
 from jmp.autocasting._storage import Storage
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
@@ -72,31 +70,30 @@ def _is_lookup(node: Node | None) -> bool:
     return node is not None and node.rule.looks_up and node.outputs[0].size > node.inputs[0].size
 
 
-def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> Recompute:
-    """Decides what an island keeps, from its reductions and its largest value.
+def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
+    """Decides if an island is computed again, from its reductions and its largest value.
 
     Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
     """
     largest = times * max(v.size for node in nodes for v in node.outputs)
     # Each order of derivatives would compute again what is part of one.
     if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
-        return Recompute.PLAIN
+        return False
     # An island that is computed again keeps what it reads. XLA would write looked-up rows for it,
     # which it otherwise looks up in each reader: two layers of a graph network move 65 % more.
     if asked == "all" and not any(_is_lookup(value.producer) for value in entering(nodes)):
-        return Recompute.RECOMPUTE
+        return True
     if asked == "none" or largest < SMALL:
-        return Recompute.PLAIN
+        return False
     sums = [node for node in nodes if node.name == "reduce_sum"]
     if not cuts.isdisjoint(nodes):
         over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
-        return Recompute.PLAIN if over_batch else Recompute.RECOMPUTE
+        return not over_batch
     if any(node.rule.reduces and is_row_reduction(node) for node in nodes):
-        return Recompute.RECOMPUTE
-    expensive = any(
+        return True
+    return any(
         node.rule.expensive and any(times * v.size >= SMALL for v in node.outputs) for node in nodes
     )
-    return Recompute.RECOMPUTE if expensive else Recompute.PLAIN
 
 
 def entering(nodes: Sequence[Node]) -> list[Value]:
@@ -178,14 +175,14 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
     return found
 
 
-def repeated_numbers(nodes: Sequence[Node]) -> list[Value]:
-    """Returns the large arrays of one number that an island reads, such as the zeros of an elu.
+def repeated_numbers(values: Iterable[Value]) -> list[Value]:
+    """Returns the large arrays of one number among those that enter, such as the zeros of an elu.
 
     The island makes them itself: a recomputation would read them from memory.
     """
     return [
         value
-        for value in entering(nodes)
+        for value in values
         if value.constant is not None
         and value.is_float32
         and not has_symbols(shape_of(value))
@@ -288,7 +285,7 @@ def with_keys(steps: Iterable[Step]) -> list[Step]:
     def with_key(step: S) -> S:
         if isinstance(step, Fused):
             return step._replace(plain=tuple(map(with_key, step.plain)))
-        if isinstance(step, Island) and step.recompute is Recompute.RECOMPUTE:
+        if isinstance(step, Island) and step.is_recomputed:
             return step._replace(key=_key_of(step))
         return step
 
@@ -323,6 +320,6 @@ def _key_of(island: Island) -> Hashable:
         tuple(map(describe, island.nodes)),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         tuple((name(value), value.aval, repr(value.constant)) for value in island.numbers),
-        (island.recompute, island.prevent_cse, island.shares_casts),
+        (island.is_recomputed, island.prevent_cse, island.shares_casts),
         island.lowering and (type(island.lowering), *map(name, island.lowering.values)),
     )

@@ -5,6 +5,7 @@ branches, custom derivatives): `kinds/` has one file each, and `register_kind` a
 kind says nothing, the equation calls one function once, with all the operands.
 
   - `rule` says how the equation counts as a whole, where the op table cannot know.
+  - `functions` and `calls` say which functions are inside, and what each is called with.
   - `context_inside` says what holds inside and not around.
   - `plan` plans what is inside, each function as a level of its own, and decides in which dtypes
     operands go in and results come out.
@@ -13,7 +14,6 @@ kind says nothing, the equation calls one function once, with all the operands.
     programs with it too.
 """
 
-import abc
 import functools
 from collections.abc import Sequence, Set
 from typing import Any
@@ -24,21 +24,22 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp._messages import described
 from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
-from jmp.autocasting._graph import Argument, Graph, Inside, Node, Value, value_of
+from jmp.autocasting._graph import Argument, Graph, Node, Value, value_of
 from jmp.autocasting._magnitudes import hull
 from jmp.autocasting._patterns import Softmax, softmaxes_of
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
-from jmp.autocasting._steps import Context, Dtypes, Function, Nested, Plan, Read, Unplanned
+from jmp.autocasting._steps import Context, Function, Nested, Plan, Read, Unplanned
 from jmp.autocasting._storage import Storage
 
 Arrays = Sequence[Any]
+InnerCall = tuple[Sequence[Argument], Sequence[Value]]  # arguments, and results of the node
 
 
-class Level(abc.ABC):
+class Level:
     """A level that is planned: what kinds, and the passes over its steps, may ask of it.
 
-    It is abstract so that kinds need not import the planner, which imports them.
+    The planner is one; kinds need not import it, which imports them.
 
     Args:
       graph: the level, as flattened.
@@ -57,13 +58,11 @@ class Level(abc.ABC):
         self.facts = facts_of(graph, infos, outputs)
         self.storage = Storage(self.facts, self.half)
         self.storage.store(graph.inputs, (info.dtype for info in infos))
-        for value, info in zip(graph.inputs, infos, strict=True):
-            if info.magnitude is not None:
-                self.storage.bound([value], [info.magnitude])
+        self.storage.bound(graph.inputs, (info.magnitude for info in infos))
 
-    @abc.abstractmethod
     def plan_level(self) -> Plan:
         """Returns the plan."""
+        raise NotImplementedError
 
     @functools.cached_property
     def exposed(self) -> Set[Value]:
@@ -89,25 +88,17 @@ class Level(abc.ABC):
         own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
         return type(self)(graph, [*own, *infos], outputs, context).plan_level()
 
-    def plan_called(self, inside: Inside, node: Node, context: Context) -> Plan:
-        """Plans a function that `node` calls once; see `plan_graph`."""
-        infos = [self.storage.info(value_of(argument)) for argument in inside.arguments]
-        return self.plan_graph(inside.graph, infos, self.destinations(node), context)
-
     def destinations(self, node: Node) -> list[Destination]:
         """Returns where the results of a node that is planned inside go."""
         return [
-            self.storage.destination(value)._replace(exposed=value in self.exposed)
+            Destination(
+                feeds=value in self.facts.feeds,
+                carried=value in self.facts.carried,
+                rounded=self.storage.is_multiplied(value, value.users),
+                exposed=value in self.exposed,
+            )
             for value in node.outputs
         ]
-
-    def common_stores(self, node: Node, plans: Sequence[Plan]) -> Dtypes:
-        """Returns the dtypes of a node's results: half of what every function leaves in half."""
-        stored = zip(*(plan.stores for plan in plans), strict=True)
-        return tuple(
-            self.half if value.is_float32 and set(dtypes) == {self.half} else value.dtype
-            for value, dtypes in zip(node.outputs, stored, strict=True)
-        )
 
     def nested(
         self,
@@ -115,7 +106,6 @@ class Level(abc.ABC):
         insides: Sequence[Plan | Unplanned],
         stores: Sequence[np.dtype | None],
         reads: Sequence[np.dtype | None] | None = None,
-        rounds: Sequence[np.dtype | None] = (),
     ) -> Nested:
         """Returns the step of an equation that is planned inside.
 
@@ -123,18 +113,13 @@ class Level(abc.ABC):
           insides: what stands for its functions.
           stores: the dtypes of its results.
           reads: the dtypes that its operands go in with; left out, those that they are stored in.
-          rounds: see `Nested`.
         """
         dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
         self.storage.store(node.outputs, stores)
         plans = [plan for plan in insides if isinstance(plan, Plan)]
         for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
-            if found := [info.magnitude for info in infos if info.magnitude is not None]:
-                self.storage.bound([value], [hull(found)])
-        operands = tuple(map(Read, node.inputs, dtypes))
-        # JAX takes no effects in a custom derivative, which rounding them takes.
-        rounds = () if node.equation.effects else tuple(rounds)
-        return Nested(node, tuple(insides), operands, tuple(stores), rounds)
+            self.storage.bound([value], [hull([i.magnitude for i in infos if i.magnitude])])
+        return Nested(node, tuple(insides), tuple(map(Read, node.inputs, dtypes)), tuple(stores))
 
 
 class Kind:
@@ -150,23 +135,27 @@ class Kind:
         """Returns the functions inside, in the order in which `emit` takes what stands for them."""
         return [_jax_compat.called(equation.params)]
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
-        """Returns what each function is called with."""
-        return [node.inputs for _ in self.functions(node.equation)]
+    def calls(self, node: Node) -> Sequence[InnerCall]:
+        """Returns for each function what it is called with, and which results its own become."""
+        return [(node.inputs, node.outputs) for _ in self.functions(node.equation)]
 
-    def results(self, node: Node) -> Sequence[Sequence[Value]]:
-        """Returns which results of the node those of each function become."""
-        return [node.outputs for _ in self.functions(node.equation)]
-
-    def context_inside(self, level: Level) -> Context:
-        """Returns what holds inside, given the level that the equation stands on."""
+    def context_inside(self, node: Node, level: Level) -> Context:
+        """Returns what holds inside, given the level that the node stands on."""
         return level.context
 
     def plan(self, node: Node, level: Level) -> Nested:
-        """Plans the node's functions; results come out as the inside leaves them."""
-        (inside,) = node.insides
-        plan = level.plan_called(inside, node, self.context_inside(level))
-        return level.nested(node, [plan], plan.stores)
+        """Plans the node's functions; a result is half if every function leaves it in half."""
+        goes, context = level.destinations(node), self.context_inside(node, level)
+        plans = []
+        for inside in node.insides:
+            infos = [level.storage.info(value_of(argument)) for argument in inside.arguments]
+            plans.append(level.plan_graph(inside.graph, infos, goes, context))
+        stored = zip(*(plan.stores for plan in plans), strict=True)
+        stores = [
+            level.half if value.is_float32 and set(dtypes) == {level.half} else value.dtype
+            for value, dtypes in zip(node.outputs, stored, strict=True)
+        ]
+        return level.nested(node, [plan.storing(stores) for plan in plans], stores)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Binds the equation anew; returns a list of results."""

@@ -1,24 +1,31 @@
 """How the planner's own steps are lowered, where a primitive is not bound as it is.
 
-A lowering is a small class with `bind` (`_steps.Lowering`). Passes define others beside themselves.
+A lowering is a function (`_steps.Lowering`). Passes define others beside themselves.
+
+Most of these are equations in half whose gradients are float32. The gradient of a parameter is a
+sum: over the rows of a product, over repeated rows of a table, over devices. Here an operand that
+comes in as float32 is rounded inside, and its gradient is not: that of a product is a product of
+half operands with a float32 result, which XLA then adds up between devices in float32.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
-from jmp.autocasting._casts import masked
+from jmp._array_calls import replaced
+from jmp._jax_compat import Params
+from jmp.autocasting._casts import cast, cast_all, masked
 from jmp.autocasting._steps import Environment, Single
-from jmp.autocasting._wide_gradients import (
-    Parts,
-    move_rounded,
-    multiply_rounded,
-    multiply_to_float32,
-)
 from jmp.dtypes import FLOAT32
 
 
@@ -28,68 +35,285 @@ def as_it_is(step: Single) -> Callable[..., list[Any]]:
     return lambda operands, params=params: _jax_compat.bind(primitive, operands, params)
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskedSum:
-    """A sum with what may be a mask, on its way to a softmax.
+def add_masks(
+    masks: Sequence[int], step: Single, operands: Sequence[Any], _: Environment
+) -> list[Any]:
+    """Returns a sum on its way to a softmax, held above -inf where a mask carried it there.
 
-    Attributes:
+    Args:
       masks: which operands may be one.
     """
-
-    masks: tuple[int, ...]
-
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the sum, held above -inf where a mask carried it there."""
-        results = as_it_is(step)(operands)
-        for mask in self.masks:
-            others = [x for i, x in enumerate(operands) if i != mask]
-            results = [masked(result, operands[mask], *others) for result in results]
-        return results
+    results = as_it_is(step)(operands)
+    for mask in masks:
+        others = [x for i, x in enumerate(operands) if i != mask]
+        results = [masked(result, operands[mask], *others) for result in results]
+    return results
 
 
-@dataclasses.dataclass(frozen=True)
-class SentInHalf:
-    """A move between devices, of an array that is rounded before."""
+def send_in_half(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Moves an array between devices that is rounded before, from behind a barrier.
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Sends from behind a barrier.
-
-        Without it XLA may round what was sent: under jit it reads a constraint on the rounded
-        parameter as one on the parameter, and gathers that.
-        """
-        return as_it_is(step)(lax.optimization_barrier(operands))
+    Without it XLA may round what was sent: under jit it reads a constraint on the rounded parameter
+    as one on the parameter, and gathers that.
+    """
+    return as_it_is(step)(lax.optimization_barrier(operands))
 
 
-@dataclasses.dataclass(frozen=True)
-class MovedWithWideGradient:
-    """A move of the first operand in half, with a float32 gradient.
+class Parts(NamedTuple):
+    """How devices divide the rows of a lookup along their first axis."""
 
-    Attributes:
-      half: the dtype that it moves.
-      parts: see `move_rounded`.
+    number: int
+    axes: tuple[str, ...]  # of the mesh
+    mesh: Any
+
+
+def move_with_wide_gradient(
+    half: np.dtype,
+    parts: Parts | None,
+    is_sent: bool,
+    step: Single,
+    operands: Sequence[Any],
+    _: Environment,
+) -> list[Any]:
+    """Moves the first operand in half, by indices perhaps; the transpose runs in float32.
+
+    Args:
+      parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
+        those of all are added up.
       is_sent: whether devices send it each other.
     """
 
-    half: np.dtype
-    parts: Parts | None = None
-    is_sent: bool = False
+    def move(arrays: Sequence[Any]) -> list[Any]:
+        return as_it_is(step)(lax.optimization_barrier(arrays) if is_sent else arrays)
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns what is moved."""
-        move = as_it_is(step)
-        run = (lambda arrays: move(lax.optimization_barrier(arrays))) if self.is_sent else move
-        return move_rounded(run, operands, step.stores, self.half, self.parts)
+    def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
+        return cast_all(move([rounded, *indices]), step.stores)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        # The rounded array changes as the array does.
+        change, indices = cast(tangents[1], FLOAT32), primals[2:]
+        if parts is not None:
+            rows = _look_up_in_parts(move, change, indices[0], half, parts)
+            return cast_all([rows], step.stores)
+        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
+        # that for it.
+        return cast_all(move([lax.optimization_barrier(change), *indices]), step.stores)
+
+    # Rounded outside: one cast for the forward and the backward pass, and for a second
+    # derivative.
+    rounded = cast(operands[0], half)
+    return with_derivative(forward, derivative)(rounded, *operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class MultipliedInHalf:
-    """A half product that reads, or returns, float32 besides; see `multiply_rounded`."""
+def _look_up_in_parts(
+    run: Callable[..., list[Any]], table: Any, indices: Any, half: np.dtype, parts: Parts
+) -> Any:
+    """Looks rows up in one copy of the table for each part of the indices.
 
-    half: np.dtype
+    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
+    scatter for each part. Each device holds one of them, which is as large as the single scatter
+    would be. It is rounded, and then added up over devices.
+    """
+    one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
+    tables = lax.with_sharding_constraint(
+        lax.broadcast(cast(table, half), (parts.number,)), NamedSharding(parts.mesh, one_each)
+    )
+    length, *others = indices.shape
+    divided = indices.reshape(parts.number, length // parts.number, *others)
+    (rows,) = jax.vmap(lambda *operands: run(operands))(cast(tables, FLOAT32), divided)
+    return rows.reshape(length, *rows.shape[2:])
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the product."""
-        if step.node.name != "dot_general":
-            return multiply_to_float32(as_it_is(step), operands, step.params)
-        result = self.half if step.stores == (self.half,) else FLOAT32
-        return multiply_rounded(operands, step.params, self.half, result)
+
+def multiply_in_half(
+    half: np.dtype, step: Single, operands: Sequence[Any], _: Environment
+) -> list[Any]:
+    """Returns a `dot_general` in half, with float32 gradients for operands that are float32.
+
+    A float32 result is what tensor cores have added up. Products of the backward pass have half
+    operands in any case.
+    """
+    result: Any = step.stores[0]
+    wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
+    narrow = [i for i in (0, 1) if i not in wide]
+
+    def forward(left: Any, right: Any, *_: Any) -> list[Any]:
+        return [product_as(result, (left, right), step.params)]
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        # An operand rounded outside changes as the operand does, which comes in float32 too.
+        of_halves = [(i, tangents[i]) for i in narrow]
+        changes = []
+        for position, change in (*of_halves, *zip(wide, tangents[2:], strict=True)):
+            if isinstance(change, SymbolicZero):
+                continue
+            factors = [change if i == position else primals[i] for i in (0, 1)]
+            if position in wide:
+                changes.append(weight_product_p.bind(*factors, weight=position, **step.params))
+            else:
+                changes.append(lax.dot_general_p.bind(*factors, **step.params))
+        return [reduce(lax.add, cast_all(changes, [result] * len(changes)))]
+
+    halves = [cast(x, half) for x in operands]
+    return with_derivative(forward, derivative)(*halves, *(operands[i] for i in wide))
+
+
+def multiply_to_float32(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns any other product of half operands, in float32; gradients are those of a half one."""
+    run = as_it_is(step)
+
+    def forward(*operands: Any) -> list[Any]:
+        return run(operands, params={**step.params, "preferred_element_type": FLOAT32})
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        _, changes = jvp(lambda *arrays: run(arrays), primals, tangents)
+        return cast_all(changes, [FLOAT32])
+
+    return with_derivative(forward, derivative)(*operands)
+
+
+# Derivatives that are chosen.
+
+
+def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Returns what `jax.jvp` does, given tangents that may be symbols for zeros."""
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+    of_moving = lambda *arrays: function(*replaced(primals, moving, arrays))
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def with_derivative(
+    forward: Callable[..., list[Any]],
+    derivative: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+) -> Callable[..., list[Any]]:
+    """Returns `forward` with tangents that `derivative` computes, from operands and theirs.
+
+    Differentiated, it computes its results outside any custom derivative: inside, the policy of a
+    `jax.checkpoint` would not see them, and one that keeps products would keep none.
+    """
+
+    @jax.custom_jvp
+    def undifferentiated(*operands: Any) -> list[Any]:
+        return forward(*operands)
+
+    @jax.custom_jvp
+    def computed(results: list[Any], *operands: Any) -> list[Any]:
+        return results
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return computed(forward(*primals), *primals), derivative(primals, tangents)
+
+    # The results bring tangents of their own, in half: those that JAX takes where it leaves out
+    # custom derivatives, as in the second derivative of a scan.
+    def rule_again(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return computed(*primals), derivative(primals[1:], tangents[1:])
+
+    undifferentiated.defjvp(rule, symbolic_zeros=True)
+    computed.defjvp(rule_again, symbolic_zeros=True)
+    return undifferentiated
+
+
+def without_symbols(tangent: Any) -> Any:
+    """Returns a tangent as an array, of zeros if it is a symbol for these."""
+    aval: Any = tangent.aval
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(tangent, SymbolicZero) else tangent
+
+
+def bilinear(
+    name: str, run: Callable[..., Any], transposes: Sequence[Callable[..., Any]], batched: Any
+) -> Primitive:
+    """Returns a primitive for a function of two operands, for the sake of its transposes.
+
+    No public function of JAX lets one choose these.
+
+    Args:
+      run: computes the result from the operands and `**params`.
+      transposes: return the gradient of the left and of the right operand.
+      batched: the rule for `jax.vmap`.
+    """
+
+    def type_of_result(*types: Any, **params: Any) -> Any:
+        (result,) = jax.make_jaxpr(partial(run, **params))(*types).out_avals
+        return result
+
+    primitive = Primitive(name)
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(type_of_result)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    ad.defbilinear(primitive, *transposes)
+    batching.primitive_batchers[primitive] = batched
+    return primitive
+
+
+# A product of half operands as a linear function of one of them, which comes in as float32.
+
+
+def _product(*operands: Any, weight: int, **params: Any) -> Any:
+    half = operands[1 - weight].dtype
+    return lax.dot_general_p.bind(*(cast(x, half) for x in operands), **params)
+
+
+def _transpose(position: int, cotangent: Any, *operands: Any, weight: int, **params: Any) -> Any:
+    """Returns the gradient of the operand at `position`, in the dtype that it came in."""
+    other = cast(operands[1 - position], cotangent.dtype)
+    return gradient_of_operand(operands[position].aval, position, (cotangent, other), params)
+
+
+def product_as(result: np.dtype, factors: Sequence[Any], params: Params) -> Any:
+    """Returns a `dot_general` of half operands with a result of this dtype."""
+    run = partial(lax.dot_general_p.bind, **{**params, "preferred_element_type": result})
+    if result != FLOAT32 or factors[0].dtype != jnp.bfloat16:
+        return run(*factors)
+    # XLA of 0.10 and 0.12 does not run all of these on a CPU: some are UNIMPLEMENTED.
+    widened = lambda *factors: run(*(cast(x, FLOAT32) for x in factors))  # the same numbers
+    return lax.platform_dependent(*factors, cpu=widened, default=run)
+
+
+def gradient_of_operand(aval: Any, position: int, factors: Sequence[Any], params: Params) -> Any:
+    """Returns the gradient of an operand of a `dot_general`, as one product.
+
+    Args:
+      aval: the operand's type, in which the gradient comes out.
+      position: 0 for the left operand, 1 for the right one.
+      factors: the cotangent of the result, and the other operand, of one dtype.
+      params: of the `dot_general`, for a result of that dtype.
+    """
+    cotangent, other = factors
+
+    def product(change: Any) -> Any:
+        pair = (change, other) if position == 0 else (other, change)
+        return lax.dot_general_p.bind(*pair, **params)
+
+    def typed_product(*factors: Any, **params: Any) -> Any:
+        return product_as(aval.dtype, factors, params)
+
+    transposed = jax.linear_transpose(product, aval.update(dtype=cotangent.dtype))
+    closed = jax.make_jaxpr(lambda cotangent: transposed(cotangent)[0])(cotangent)
+    return run_with_product(typed_product, closed, [cotangent])
+
+
+def _batched_product(
+    operands: Sequence[Any], axes: Sequence[Any], weight: int, **params: Any
+) -> Any:
+    half = operands[1 - weight].dtype
+    product = jax.vmap(partial(_product, weight=weight, **params), axes)
+    closed = jax.make_jaxpr(product)(*(cast(x, half) for x in operands))
+    return run_with_product(partial(weight_product_p.bind, weight=weight), closed, operands), 0
+
+
+def run_with_product(product: Callable[..., Any], closed: Any, operands: Sequence[Any]) -> Any:
+    """Runs the jaxpr of one product, and of what moves its operands, with another product."""
+    jaxpr, constants = _jax_compat.open_jaxpr(closed)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
+    for equation in jaxpr.eqns:
+        read = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
+        if equation.primitive is lax.dot_general_p:
+            results = [product(*read, **equation.params)]
+        else:
+            results = _jax_compat.bind(equation.primitive, read, equation.params)
+        values.update(zip(equation.outvars, results, strict=True))
+    return values[jaxpr.outvars[0]]
+
+
+weight_product_p = bilinear(
+    "weight_product", _product, (partial(_transpose, 0), partial(_transpose, 1)), _batched_product
+)

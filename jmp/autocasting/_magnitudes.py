@@ -19,13 +19,13 @@ written in half overflows too, and that is seen.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
+from jmp.autocasting._graph import Carry, Node, Value, are_same, root, source_through, value_of
 from jmp.autocasting._numbers import UNKNOWN, dtype_of, has_symbols, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
@@ -87,6 +87,7 @@ STEEP, FLAT = Magnitude(degree=math.inf), Magnitude(degree=0.0)
 TINY = float(jnp.finfo(np.float32).tiny)
 ZERO, MINUS_ONE = Magnitude(0, 0, 0), Magnitude(-1, -1, 0)
 LOG_OF_2 = Magnitude(math.log(2), math.log(2), 0)
+LOWEST, HIGHEST = Magnitude(-math.inf, -math.inf), Magnitude(math.inf, math.inf)
 
 
 def magnitude_of_source(value: Value) -> Magnitude:
@@ -159,18 +160,12 @@ def _of_results_inside(node: Node, operands: Sequence[Magnitude]) -> list[Magnit
         given = [of_operands[value_of(argument)] for argument in inside.arguments]
         known = dict(zip(inside.inputs, given, strict=True))
         for inner in inside.graph.nodes:
-            results = magnitudes_of_results(
-                inner, [_known_or_source(known, v) for v in inner.inputs]
-            )
-            known.update(zip(inner.outputs, results, strict=True))
+            read = [known.get(value) or magnitude_of_source(value) for value in inner.inputs]
+            known.update(zip(inner.outputs, magnitudes_of_results(inner, read), strict=True))
         # The condition of a while loop returns no result of the node.
         for result, value in zip(inside.results, inside.graph.outputs, strict=False):
-            found.setdefault(result, []).append(_known_or_source(known, value))
+            found.setdefault(result, []).append(known.get(value) or magnitude_of_source(value))
     return [_of_dtype(hull(found[value]), value) for value in node.outputs] if found else []
-
-
-def _known_or_source(known: Mapping[Value, Magnitude], value: Value) -> Magnitude:
-    return known[value] if value in known else magnitude_of_source(value)
 
 
 def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
@@ -233,11 +228,9 @@ def _subtract(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
 
 def _are_maxima(value: Value, of: Value) -> bool:
     """Returns whether each number of `of` meets in `value` a maximum over numbers it is one of."""
-    source = value
-    while (node := source.producer) is not None and (
-        node.rule.reshapes or node.rule.repeats or node.name == "stop_gradient"
-    ):
-        source = node.inputs[0]
+    keeps_order = lambda n: n.rule.reshapes or n.rule.repeats or n.name == "stop_gradient"
+    source = source_through(value, keeps_order)
+    node = source.producer
     if node is None or node.name != "reduce_max" or not are_same(node.inputs[0], of):
         return False
     reduced = node.params["axes"]
@@ -299,11 +292,6 @@ def _product_of_several(x: Magnitude, count: float) -> Magnitude:
     return found._replace(low=-largest, high=largest)
 
 
-def _cube_root(x: Magnitude) -> Magnitude:
-    found = _raised(x, 1 / 3)
-    return found._replace(low=math.cbrt(x.low), high=math.cbrt(x.high))
-
-
 def _exp(x: Magnitude) -> Magnitude:
     high = math.exp(x.high) if x.high < 88 else math.inf  # beyond float32
     return Magnitude(math.exp(min(x.low, 88.0)), high, math.inf)
@@ -323,8 +311,9 @@ def _partial_sums(x: Magnitude, count: float) -> Magnitude:
     return hull([x, _sum(x, count)])
 
 
-def _between(x: Magnitude, low: float, high: float) -> Magnitude:
-    return x._replace(low=min(max(x.low, low), high), high=max(min(x.high, high), low))
+def _clamp(low: Magnitude, x: Magnitude, high: Magnitude) -> Magnitude:
+    lowest, highest = min(max(x.low, low.low), high.low), min(max(x.high, low.high), high.high)
+    return x._replace(low=lowest, high=highest)
 
 
 def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
@@ -336,8 +325,8 @@ def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
             is_tested = are_same(case, value) and root(zero).constant == 0
             if is_tested and test.name[0] in "gl":  # greater, less
                 is_positive = (test.name[0] == "g") == bool(holds)
-                ends = (0.0, math.inf) if is_positive else (-math.inf, 0.0)
-                chosen[holds] = _between(chosen[holds], *ends)
+                low, high = (ZERO, HIGHEST) if is_positive else (LOWEST, ZERO)
+                chosen[holds] = _clamp(low, chosen[holds], high)
     return hull(chosen)
 
 
@@ -379,16 +368,16 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "pow": lambda node, x, y: STEEP if y.number is None else _raised(x, y.number),
     "sqrt": lambda node, x: _raised(x, 0.5),
     "rsqrt": lambda node, x: _raised(x, -0.5),
-    "cbrt": lambda node, x: _cube_root(x),
+    "cbrt": lambda node, x: _raised(x, 1 / 3)._replace(
+        low=math.cbrt(x.low), high=math.cbrt(x.high)
+    ),
     "exp": lambda node, x: _exp(x),
     "exp2": lambda node, x: _exp(_multiply(x, LOG_OF_2)),
     "expm1": lambda node, x: _add(_exp(x), MINUS_ONE),
     "abs": lambda node, x: _absolute(x),
     "max": lambda node, x, y: hull([x, y])._replace(low=max(x.low, y.low)),
     "min": lambda node, x, y: hull([x, y])._replace(high=min(x.high, y.high)),
-    "clamp": lambda node, low, x, high: x._replace(
-        low=min(max(x.low, low.low), high.low), high=min(max(x.high, low.high), high.high)
-    ),
+    "clamp": lambda node, low, x, high: _clamp(low, x, high),
     "select_n": _chosen,
     "reduce_sum": lambda node, x: _sum(x, _ratio(node, least=0.0)),
     "reduce_prod": lambda node, x: _product_of_several(x, _ratio(node, least=0.0)),

@@ -5,6 +5,7 @@ whether a value was a boolean, what it repeats, and what it is made of.
 """
 
 import enum
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -24,20 +25,6 @@ UNKNOWN = 4096
 LOOKED_AT = 1 << 16
 
 
-class Known(NamedTuple):
-    """A value's numbers, as far as they are known."""
-
-    constant: float | None = None  # the number that every element equals
-    fits_half: bool = False  # a half type holds it exactly: it was a boolean
-    is_extreme: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
-    source: Shape | None = None  # of the value that it repeats or reshapes; None: its own
-    array: Any = None  # the array that the program holds in its place; None: it is computed
-    smallest: float = 0.0  # the smallest magnitude of a small one, zero included
-
-
-NOTHING = Known()
-
-
 class ValueProvenance(enum.IntEnum):
     """The sources of a value, down to the inputs of the program; the largest counts."""
 
@@ -55,6 +42,21 @@ class ValueProvenance(enum.IntEnum):
             if self <= ValueProvenance.INTEGERS or is_inexact(value)
             else ValueProvenance.INTEGERS
         )
+
+
+class Known(NamedTuple):
+    """A value's numbers, as far as they are known."""
+
+    constant: float | None = None  # the number that every element equals
+    fits_half: bool = False  # a half type holds it exactly: it was a boolean
+    is_extreme: bool = False  # it holds numbers that a half type does not: -1e9, 1e-12
+    source: Shape | None = None  # of the value that it repeats or reshapes; None: its own
+    array: Any = None  # the array that the program holds in its place; None: it is computed
+    smallest: float = 0.0  # the smallest magnitude of a small one, zero included
+    provenance: ValueProvenance = ValueProvenance.CONSTANTS  # what it is made of
+
+
+NOTHING = Known()
 
 
 def provenance_of_array(array: Any) -> ValueProvenance:
@@ -86,17 +88,18 @@ def has_symbols(shape: Shape) -> bool:
 
 def known_of(array: Any, half: np.dtype) -> Known:
     """Returns what can be seen of the numbers of an array held in the program."""
+    provenance = provenance_of_array(array)
     if not _jax_compat.is_concrete(array) or _jax_compat.is_reference(array):
-        return NOTHING
+        return Known(provenance=provenance)
     if getattr(array, "dtype", None) != FLOAT32 or not 0 < array.size <= LOOKED_AT:
-        return Known(array=array)
+        return Known(array=array, provenance=provenance)
     numbers = np.asarray(array).ravel()
     constant = float(numbers[0]) if (numbers == numbers[0]).all() else None
     magnitudes = np.abs(numbers[np.isfinite(numbers) & (numbers != 0)])
     extremes = (magnitudes.max(), magnitudes.min()) if magnitudes.size else ()
     is_extreme = not all(fits(float(x), half) for x in extremes)
     smallest = float(np.abs(numbers).min())
-    return Known(constant, is_extreme=is_extreme, array=array, smallest=smallest)
+    return Known(constant, False, is_extreme, None, array, smallest, provenance)
 
 
 def dtype_of(atom: Any) -> np.dtype | None:
@@ -111,7 +114,11 @@ def shape_of(atom: Any) -> Shape:
 
 def is_inexact(value: Any) -> bool:
     """Returns whether a value, or an atom of a jaxpr, is floating or complex."""
-    dtype = dtype_of(value)
+    return _is_inexact(dtype_of(value))
+
+
+@functools.cache  # it is asked more often than anything else
+def _is_inexact(dtype: np.dtype | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 

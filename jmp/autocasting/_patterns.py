@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from jmp.autocasting._facts import is_row_reduction
-from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._graph import Node, Value, downstream, source_through
 from jmp.autocasting._numbers import Shape
 
 
@@ -66,12 +66,7 @@ def _division(exp: Node, total: Node) -> Node | None:
         divisor = node.inputs[1]
         rank = len(sums.aval.shape)
         if divisor.aval.shape == (*shape[:rank], *(1 for _ in shape[rank:])):
-            source = divisor
-            while source.producer is not None and (
-                source.producer.rule.reshapes or source.producer.rule.repeats
-            ):
-                source = source.producer.inputs[0]
-            if source is sums:
+            if source_through(divisor, lambda n: n.rule.reshapes or n.rule.repeats) is sums:
                 return node
     return None
 
@@ -84,18 +79,13 @@ def _shift(exp: Node, total: Node) -> Shift | None:
     shift = _one_a_row(subtracted, rows.aval.shape, len(total.outputs[0].aval.shape))
     if shift is None:
         return None
+    is_small = lambda n: n.is_fusible and len(n.outputs) == 1 and n.outputs[0].size <= shift.size
+    axes = sorted(total.params["axes"])
     for node in rows.users:
-        if node.name == "reduce_max" and sorted(node.params["axes"]) == sorted(
-            total.params["axes"]
-        ):
-            small = downstream(node.outputs[0], lambda n: n.is_fusible and _is_within(n, shift))
-            if shift in small:
+        if node.name == "reduce_max" and sorted(node.params["axes"]) == axes:
+            if shift in downstream(node.outputs[0], is_small):
                 return Shift(sub, rows, node, shift)
     return None
-
-
-def _is_within(node: Node, shift: Value) -> bool:
-    return len(node.outputs) == 1 and node.outputs[0].size <= shift.size
 
 
 def _one_a_row(value: Value, shape: Shape, rank: int) -> Value | None:

@@ -5,54 +5,31 @@ island (see `_islands`) or, where no node requires float32, a run of single half
 barrier is decided by its rule; what nests is planned by its kind, which hands back its dtypes.
 """
 
-import functools
 from collections.abc import Sequence, Set
+from functools import cached_property, partial
 
 import numpy as np
 
+from jmp.autocasting import _islands, _sending
 from jmp.autocasting._facts import compared_values
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._islands import (
-    choose_recompute,
-    common_scopes_of,
-    entering,
-    group,
-    half_between,
-    normalises_rows,
-    peel,
-    repeated_numbers,
-    stages,
-    with_keys,
-)
 from jmp.autocasting._kinds import Level, has_kind, kind_of
 from jmp.autocasting._lowerings import (
-    MaskedSum,
-    MovedWithWideGradient,
-    MultipliedInHalf,
-    SentInHalf,
+    add_masks,
+    move_with_wide_gradient,
+    multiply_in_half,
+    multiply_to_float32,
+    send_in_half,
 )
-from jmp.autocasting._magnitudes import magnitude_of_sums
+from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._precision import why_not_lowered, with_default
 from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._registry import Category
-from jmp.autocasting._sending import (
-    WHY_IN_PARTS,
-    WHY_LOOKUP,
-    WHY_NOT_WIDE,
-    WHY_SENT,
-    WHY_WIDE,
-    asks_for_wide,
-    find_sent,
-    may_be_sent,
-    parts_of_rows,
-    sends,
-)
 from jmp.autocasting._steps import (
     Arithmetic,
     Island,
     Plan,
     Read,
-    Recompute,
     Single,
     Step,
     runnable_order,
@@ -62,6 +39,7 @@ from jmp.dtypes import FLOAT32
 # A product whose result is so many times smaller than an operand leaves it float32.
 SMALL_BESIDE = 16
 WHY_SMALL = "its result is small, and stays the float32 that it was added up in"
+WHY_ROWS = "rows of a float32 table, rounded after the lookup"
 WHY_ASKED = "the user asked for its result in the float32 that it was added up in"
 
 
@@ -69,28 +47,26 @@ class Planner(Level):
     """Plans one level; what is known of it stands in `Level`."""
 
     def plan_level(self) -> Plan:
-        sent = find_sent(self)
+        sent = _sending.find_sent(self)
         steps: list[Step] = []
-        fusible: dict[int, list[Node]] = {}
-        barriers: dict[int, list[Node]] = {}
+        at_depth: dict[int, tuple[list[Node], list[Node]]] = {}  # fusible nodes, and barriers
         for node in self.graph.nodes:
             if node not in self.facts.depths:
                 self.storage.measure(node)
                 steps.append(self._neutral(node, node in sent))
-            elif node.is_fusible and node not in self.facts.embeddings:
-                fusible.setdefault(self.facts.depths[node], []).append(node)
             else:
-                barriers.setdefault(self.facts.depths[node], []).append(node)
-        for depth in sorted({*fusible, *barriers}):
-            for node in (*fusible.get(depth, []), *barriers.get(depth, [])):
+                is_barrier = not node.is_fusible or node in self.facts.embeddings
+                at_depth.setdefault(self.facts.depths[node], ([], []))[is_barrier].append(node)
+        for _, (fusible, barriers) in sorted(at_depth.items()):
+            for node in (*fusible, *barriers):
                 self.storage.measure(node)
-            for nodes in group(fusible.get(depth, []), self.facts.cuts):
+            for nodes in _islands.group(fusible, self.facts.cuts):
                 steps += self._component(nodes)
-            steps += map(self._barrier, barriers.get(depth, []))
+            steps += map(self._barrier, barriers)
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
         reads = tuple(map(self.storage.dtype, self.graph.inputs))
-        ordered = tuple(with_keys(runnable_order(steps, self.graph.outputs)))
+        ordered = tuple(_islands.with_keys(runnable_order(steps, self.graph.outputs)))
         infos = tuple(map(self.storage.info, self.graph.outputs))
         return Plan(self.graph, reads, ordered, infos, self.context.request)
 
@@ -101,12 +77,13 @@ class Planner(Level):
         why = self._why(nodes)
         if not why:
             return [self._by_itself(node) for node in nodes]
-        single = half_between(nodes, why, self.storage, self.context.request.settings.recompute)
+        asked = self.context.request.settings.recompute
+        single = _islands.half_between(nodes, why, self.storage, asked)
         if not single:
             return self._undivided(nodes, why)
         steps: list[Step] = []
-        for stage in stages(nodes, single):
-            for part in group((n for n in stage if n not in single), self.facts.cuts):
+        for stage in _islands.stages(nodes, single):
+            for part in _islands.group((n for n in stage if n not in single), self.facts.cuts):
                 reasons = self._why(part)
                 steps += self._undivided(part, reasons) if reasons else map(self._by_itself, part)
             steps += [self._by_itself(node) for node in stage if node in single]
@@ -119,19 +96,21 @@ class Planner(Level):
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
         settings, cuts = self.context.request.settings, self.facts.cuts
-        recompute = choose_recompute(nodes, cuts, settings.recompute, self.context.times)
-        if recompute is Recompute.PLAIN:
-            return [self._island(nodes, why, recompute)]
-        front, rest = peel(nodes, self.storage)
+        times = self.context.times
+        is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
+        if not is_recomputed:
+            return [self._island(nodes, why, is_recomputed)]
+        front, rest = _islands.peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
-        return [*map(self._by_itself, front), self._island(rest, why, recompute)]
+        return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
 
-    def _island(self, nodes: list[Node], why: dict[Node, str], recompute: Recompute) -> Island:
+    def _island(self, nodes: list[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
         storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
         values = (value for node in nodes for value in node.outputs)
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
-        numbers = repeated_numbers(nodes)
+        entering = _islands.entering(nodes)
+        numbers = _islands.repeated_numbers(entering)
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
@@ -139,12 +118,11 @@ class Planner(Level):
         return Island(
             nodes=tuple(nodes),
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in entering(nodes) if v not in numbers),
+            reads=tuple(Read(v, storage.dtype(v)) for v in entering if v not in numbers),
             writes=tuple(storage.leaving(value, own) for value in leaving),
-            recompute=recompute,
-            shares_casts=recompute is Recompute.RECOMPUTE
-            and normalises_rows(nodes, self.facts.cuts),
-            common_scopes=common_scopes_of(nodes),
+            is_recomputed=is_recomputed,
+            shares_casts=is_recomputed and _islands.normalises_rows(nodes, self.facts.cuts),
+            common_scopes=_islands.common_scopes_of(nodes),
             numbers=tuple(numbers),
         )
 
@@ -161,16 +139,8 @@ class Planner(Level):
         category = node.rule.category
         if node.goes_inside:
             return kind_of(node.name).plan(node, self)
-        held = map(self.storage.magnitude, (*node.inputs[:1], *node.outputs))  # it may fill in more
-        if node in self.facts.embeddings and any(each.exceeds_half for each in held):
-            return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
-        if node in self.facts.embeddings and may_be_sent(node):
-            parts = None if node.region.reduces_in_float32 else parts_of_rows(node)
-            single = self._wide(node, WHY_IN_PARTS if parts else WHY_LOOKUP)
-            return single._replace(lowering=MovedWithWideGradient(self.half, parts))
         if node in self.facts.embeddings:
-            why = "rows of a float32 table, rounded after the lookup"
-            return self._single(node, Arithmetic.ROUNDED, why)
+            return self._embedding(node)
         if node.region.in_float32 or category in (Category.FULL, Category.AS_WRITTEN):
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if category is Category.LOW:
@@ -182,32 +152,48 @@ class Planner(Level):
         is_half = is_led and not why_float32(node, set(), self.storage)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
+    def _embedding(self, node: Node) -> Single:
+        """Returns a lookup whose rows are half, unless nothing bounds them."""
+        held = map(self.storage.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
+        if any(each.exceeds_half for each in held):
+            return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
+        if not _sending.may_be_sent(node):
+            return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
+        parts = None if node.region.reduces_in_float32 else _sending.parts_of_rows(node)
+        why = _sending.WHY_IN_PARTS if parts else _sending.WHY_LOOKUP
+        lowering = partial(move_with_wide_gradient, self.half, parts, False)
+        return self._wide(node, why)._replace(lowering=lowering)
+
     def _product(self, node: Node) -> Single:
         """Returns a half product; parameters, or its result, are float32 if sums need it."""
         magnitudes = list(map(self.storage.magnitude, node.inputs))
+        is_asked, is_dot = _sending.asks_for_wide(node, self.facts), node.name == "dot_general"
         # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
-        is_dot, is_wide = node.name == "dot_general", asks_for_wide(node, self.facts)
-        if is_dot and is_wide:
-            single = self._wide(node, WHY_WIDE)
+        if is_wide := is_asked and is_dot:
+            single = self._wide(node, _sending.WHY_WIDE)
         else:
-            single = self._single(node, Arithmetic.HALF, WHY_NOT_WIDE if is_wide else "")
-        why_float32 = ""  # its result
-        if node.region.keeps_results and "preferred_element_type" in node.params:
-            why_float32 = WHY_ASKED
-        elif is_dot:
-            sums = magnitude_of_sums(node, *magnitudes)
-            if sums.exceeds_half and self._may_keep_sums(node):
-                why_float32 = WHY_SMALL
-                self.storage.bound(node.outputs, [sums])
-        stores = (FLOAT32,) if why_float32 else single.stores
-        self.storage.store(node.outputs, stores)
-        has_form = why_float32 or (is_dot and is_wide)
-        return single._replace(
-            why="; ".join(filter(None, (single.why, why_float32))),
-            stores=stores,
-            lowering=MultipliedInHalf(self.half) if has_form else single.lowering,
-            reads_offset=any(magnitude.is_coarse(self.half) for magnitude in magnitudes),
-        )
+            single = self._single(node, Arithmetic.HALF, _sending.WHY_NOT_WIDE * is_asked)
+        offset = any(magnitude.is_coarse(self.half) for magnitude in magnitudes)
+        single = single._replace(reads_offset=offset)
+        if why := self._why_float32_result(node, magnitudes):
+            single = single._replace(why=f"{single.why}; {why}", stores=(FLOAT32,))
+            self.storage.store(node.outputs, single.stores)
+        if not (is_wide or why):
+            return single
+        in_half = partial(multiply_in_half, self.half)
+        return single._replace(lowering=in_half if is_dot else multiply_to_float32)
+
+    def _why_float32_result(self, product: Node, magnitudes: Sequence[Magnitude]) -> str:
+        """Returns why the result of a half product is float32; "" if it is half."""
+        if product.region.keeps_results and "preferred_element_type" in product.params:
+            return WHY_ASKED
+        if product.name != "dot_general":
+            return ""
+        sums = magnitude_of_sums(product, *magnitudes)
+        if not (sums.exceeds_half and self._may_keep_sums(product)):
+            return ""
+        self.storage.bound(product.outputs, [sums])
+        return WHY_SMALL
 
     def _may_keep_sums(self, product: Node) -> bool:
         """Returns whether a result that float16 may not hold stays the float32 it is added up in.
@@ -233,16 +219,16 @@ class Planner(Level):
         if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
-            is_first = sends(node) and not any(map(self.storage.is_half, node.inputs))
-            single = self._single(node, Arithmetic.HALF, WHY_SENT)
-            return single._replace(lowering=SentInHalf()) if is_first else single
-        if not sends(node):
+            is_first = _sending.sends(node) and not any(map(self.storage.is_half, node.inputs))
+            single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
+            return single._replace(lowering=send_in_half) if is_first else single
+        if not _sending.sends(node):
             return self._single(node, Arithmetic.FLOAT32)
         # It comes out in float32, as its gradient comes in; products round it once more.
-        single = self._wide(node, WHY_SENT)
+        single = self._wide(node, _sending.WHY_SENT)
+        lowering = partial(move_with_wide_gradient, self.half, None, True)
         stores = tuple(value.dtype for value in node.outputs)
         self.storage.store(node.outputs, stores)
-        lowering = MovedWithWideGradient(self.half, is_sent=True)
         return single._replace(stores=stores, lowering=lowering)
 
     def _wide(self, node: Node, why: str) -> Single:
@@ -269,9 +255,8 @@ class Planner(Level):
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
         self.storage.store(node.outputs, stores)
         masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
-        lowering = MaskedSum(masks) if masks else None
-        why = why or node.rule.reason
-        return Single(node, arithmetic, why, reads, params, stores, lowering)
+        lowering = partial(add_masks, masks) if masks else None
+        return Single(node, arithmetic, why or node.rule.reason, reads, params, stores, lowering)
 
     def _read_half(self, node: Node, value: Value) -> Read:
         """Returns how an operand is read in half.
@@ -286,7 +271,7 @@ class Planner(Level):
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
         return Read(value, self.half, shape, self.storage.is_mask_of(node, value))
 
-    @functools.cached_property
+    @cached_property
     def _scores(self) -> Set[Value]:
         """The values that reach a maximum on this level, such as that of a softmax."""
         return compared_values(self.graph, [])

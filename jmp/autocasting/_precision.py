@@ -122,7 +122,7 @@ def in_regions(node: Node, request: Request) -> Params:
     FULL, such as inner products, which are sums.
     """
     equation = node.equation
-    may_have = is_low(equation) or _jax_compat.holds_functions(equation)
+    may_have = is_low(equation) or node.holds_functions
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
     is_kept = is_low(equation) and node.rule.category is Category.FULL

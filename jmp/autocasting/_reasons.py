@@ -45,12 +45,8 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
         if _cancels(node):
             return "near its bound, 1 minus a bounded function has few digits left"
     why = next(filter(None, (_why_operand(v, node, inside, storage) for v in node.inputs)), "")
-    is_sum = rule.category is Category.WIDEST and rule.linear
-    return why or (_why_offset(node, inside, storage) if is_sum else "")
-
-
-def _why_offset(node: Node, inside: Set[Node], storage: Storage) -> str:
-    """Returns why what a node adds makes it float32."""
+    if why or rule.category is not Category.WIDEST or not rule.linear:
+        return why
     if storage.magnitude(node.outputs[0]).has_large_offset:
         return OFFSET
     return TAKEN_AWAY if _is_taken_away(node, inside, storage) else ""
@@ -93,7 +89,9 @@ def _cancels(node: Node) -> bool:
     bfloat16's is zero. So are derivatives written, such as s * (1 - s).
     """
     is_one = [value.constant in (1, -1) for value in node.inputs]
-    return node.rule.linear and any(is_one) and any(map(_is_bounded, node.inputs))
+    made_by = (root(value).producer for value in node.inputs)
+    is_bounded = (n is not None and n.rule.bounded and n.is_fusible for n in made_by)
+    return node.rule.linear and any(is_one) and any(is_bounded)
 
 
 def _is_taken_away(node: Node, inside: Set[Node], storage: Storage) -> bool:
@@ -110,8 +108,3 @@ def _is_taken_away(node: Node, inside: Set[Node], storage: Storage) -> bool:
         for moved in downstream(root(value), lambda node: node.rule.moves)
         for reader in moved.users
     )
-
-
-def _is_bounded(value: Value) -> bool:
-    node = root(value).producer
-    return node is not None and node.rule.bounded and node.is_fusible

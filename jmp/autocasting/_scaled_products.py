@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from jmp.autocasting._exact_products import provenance_of_results
 from jmp.autocasting._facts import compared_values, read_otherwise_values
 from jmp.autocasting._graph import Graph, Node, Value
-from jmp.autocasting._numbers import NOTHING, Known
+from jmp.autocasting._numbers import Known
 
 MOST = 4  # powers of two that an operand is divided by
 WHY = "a power of two from behind the product: there it might have overflowed"
@@ -38,6 +38,8 @@ def scaled_before(graph: Graph) -> Graph:
             scaling = _scaling_behind(node, graph.outputs)
             if scaling is not None and (powers := _powers_of_two(scaling)):
                 found[node] = scaling, powers
+    if not found:
+        return graph
     compared = compared_values(graph, [])
     others = read_otherwise_values(graph, graph.outputs)
     changed: list[Node] = []
@@ -117,16 +119,16 @@ def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node
     """Returns a node that scales an operand of a product as another node scales its result."""
     variable: Any = product.equation.invars[side]  # a literal is a scalar, which nobody multiplies
     read = [variable, Literal(number.literal, number.aval)]
+    equation = scaling.equation.replace(invars=read, outvars=[variable])
+    inputs = (product.inputs[side], number)
     node = dataclasses.replace(
         product,
-        equation=scaling.equation.replace(invars=read, outvars=[variable]),
-        inputs=(product.inputs[side], number),
-        known=NOTHING,
+        equation=equation,
+        inputs=inputs,
+        known=Known(provenance=provenance_of_results(equation, scaling.rule, inputs)),
         rule=dataclasses.replace(scaling.rule, reason=WHY),
     )
     node.has_products = node.is_in_full = node.goes_inside = False
-    (scaled,) = node.outputs
-    scaled.provenance = provenance_of_results(node).of(scaled)
     return node
 
 

@@ -10,9 +10,8 @@ wait for ever for those that went another way. So products there are not float8.
 """
 
 import math
-from collections.abc import Iterator, Set
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Set
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,9 +20,9 @@ from jmp._jax_compat import varying_axes
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Carry, Graph, Node, Value, downstream, value_of
 from jmp.autocasting._kinds import Level
+from jmp.autocasting._lowerings import Parts
 from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category
-from jmp.autocasting._wide_gradients import Parts
 
 WHY_SENT = "only products read it afterwards: rounded before it is sent"
 WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
@@ -34,7 +33,7 @@ WHY_IN_PARTS = f"{WHY_LOOKUP} on each device, and is rounded before devices add 
 
 def find_sent(level: Level) -> set[Node]:
     """Returns the neutral nodes that send parameters, or hand on what was sent, in half."""
-    readers = _Readers(level.graph, level.facts.embeddings, level.half)
+    readers = level.graph, level.facts.embeddings, level.half
     found: set[Node] = set()
     for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
@@ -43,7 +42,7 @@ def find_sent(level: Level) -> set[Node]:
             (is_first or any(value.producer in found for value in node.inputs))
             and not is_full
             and level.facts.dependent.isdisjoint(node.outputs)
-            and all(v.is_float32 and readers.are_products(v) for v in node.outputs)
+            and all(v.is_float32 and _only_products_read(v, *readers) for v in node.outputs)
         ):
             found.add(node)
     return found
@@ -105,39 +104,32 @@ def asks_for_wide(product: Node, facts: Facts) -> bool:
     )
 
 
-class _Readers(NamedTuple):
-    """The readers of a level's values; see `find_sent`."""
+def _only_products_read(value: Value, graph: Graph, lookups: Set[Node], half: np.dtype) -> bool:
+    """Returns whether products that are computed in half are all that reads a value of a level.
 
-    graph: Graph
-    lookups: Set[Node]
-    half: np.dtype
+    Args:
+      lookups: those of the level whose rows go to products.
+    """
 
-    def are_products(self, value: Value) -> bool:
-        """Returns whether products that are computed in half are all that reads a value."""
-        is_product = partial(self._is_product, value)
-        return bool(value.users) and only_read_by(value, self.graph, is_product)
-
-    def _is_product(self, value: Value, user: Node) -> bool:
+    def is_product(user: Node) -> bool:
         if user.is_product:
-            return not why_not_lowered(user, self.half)
+            return not why_not_lowered(user, half)
         if user.goes_inside:
-            inner = list(self._inside(user, value))
+            inner = [
+                _only_products_read(own, inside.graph, frozenset(), half)
+                for inside in user.insides
+                for argument, own in zip(inside.arguments, inside.inputs, strict=True)
+                if value_of(argument) is value and not isinstance(argument, Carry)
+            ]
             # Fewer than operands: one of them is the carry of a loop.
-            is_known = len(inner) >= user.inputs.count(value)
-            return is_known and all(readers.are_products(v) for readers, v in inner)
+            return len(inner) >= user.inputs.count(value) and all(inner)
         if user.name == "gather" and value is user.inputs[0]:  # rows go to a product
-            return user in self.lookups
+            return user in lookups
         is_full = user.rule.category is Category.FULL
         hands_on = (user.rule.hands_on or user.rule.sends) and not is_full
-        return hands_on and all(map(self.are_products, user.outputs))
+        return hands_on and all(_only_products_read(v, graph, lookups, half) for v in user.outputs)
 
-    def _inside(self, user: Node, value: Value) -> Iterator[tuple["_Readers", Value]]:
-        """Yields what stands for the value in the functions of a node, and its readers there."""
-        for inside in user.insides:
-            readers = self._replace(graph=inside.graph, lookups=frozenset())
-            for argument, inner in zip(inside.arguments, inside.inputs, strict=True):
-                if value_of(argument) is value and not isinstance(argument, Carry):
-                    yield readers, inner
+    return bool(value.users) and only_read_by(value, graph, is_product)
 
 
 def may_part(node: Node, choice: Any) -> bool:

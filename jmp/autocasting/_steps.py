@@ -2,15 +2,15 @@
 
 There are four sorts of steps: a `Single` equation, a `Nested` one that is planned inside, an
 `Island` of equations computed in float32 as one, and steps that are `Fused` to one kernel. A step
-says how it is lowered by an object that the rule or pass that wants it so attaches; nothing else
-knows that object.
+says how it is lowered by a function that the rule or pass that wants it so attaches; nothing else
+knows that function.
 """
 
 import enum
 import graphlib
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -33,13 +33,6 @@ class Arithmetic(enum.Enum):
     HALF = "half"
     FLOAT32 = "float32"  # or other dtypes that it was traced with
     ROUNDED = "float32, rounded"
-
-
-class Recompute(enum.Enum):
-    """How an island runs in the backward pass; see `_islands`."""
-
-    PLAIN = "plain"
-    RECOMPUTE = "recompute"
 
 
 class Read(NamedTuple):
@@ -89,20 +82,9 @@ class Context(NamedTuple):
     has_gradient: bool = True
 
 
-class Lowering(Protocol):
-    """How an equation is bound, if not as it stands. Whoever attaches it to a step defines it."""
-
-    def bind(
-        self, step: "Single", operands: Sequence[Any], environment: Environment
-    ) -> Sequence[Any]:
-        """Returns the results of the equation.
-
-        Args:
-          step: that the lowering is attached to.
-          operands: as `step.reads` says.
-          environment: of the level.
-        """
-        ...
+# Binds an equation, if not as it stands; whoever attaches it to a step defines it. Given the step,
+# its operands as `step.reads` says, and the environment of the level, it returns the results.
+Lowering = Callable[["Single", Sequence[Any], Environment], Sequence[Any]]
 
 
 class Single(NamedTuple):
@@ -137,13 +119,23 @@ class Nested(NamedTuple):
     insides: tuple["Plan | Unplanned", ...]  # what stands for each of its functions
     reads: tuple[Read, ...]
     stores: Dtypes
-    # The dtypes that the first operands of a loop, if they are weights, are rounded to before it,
-    # where nothing is differentiated. None for the others.
-    rounds: Dtypes = ()
-    # The same loop with buffers in float32: what runs where it is differentiated; see `_carries`.
-    wide: "Nested | None" = None
-    # The same loop with gradients of weights after it: what runs where it is differentiated.
-    probed: "Probed | None" = None
+    # The same loop as it runs where it is differentiated, if that differs: its weights come in as
+    # float32, and its buffers are float32; see `_carries`.
+    differentiated: "Nested | None" = None
+    probed: "Probed | None" = None  # its body with gradients of weights after it
+
+    def rounding(self, weights: Sequence[bool], half: np.dtype) -> "Nested":
+        """Returns a loop whose weights are rounded before it, where it is not differentiated.
+
+        Args:
+          weights: of each operand whether it is one.
+        """
+        # JAX takes no effects in a custom derivative, which chooses the form.
+        if self.node.equation.effects or not any(weights):
+            return self._replace(probed=None)
+        pairs = zip(self.reads, weights, strict=True)
+        reads = tuple(read._replace(dtype=half) if weight else read for read, weight in pairs)
+        return self._replace(reads=reads, differentiated=self, probed=None)
 
 
 class Probe(NamedTuple):
@@ -189,7 +181,7 @@ class Island(NamedTuple):
     why: Mapping[Node, str]  # of nodes that require float32; others are there between them
     reads: tuple[Read, ...]  # values from outside, each once
     writes: tuple[Write, ...]  # values read outside
-    recompute: Recompute
+    is_recomputed: bool  # in the backward pass; see `_islands`
     shares_casts: bool  # all readers of an input share one cast
     common_scopes: int  # how many name scopes its nodes stand in together
     numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
@@ -242,12 +234,10 @@ class Plan(NamedTuple):
         infos = (info._replace(dtype=dtype or info.dtype) for info, dtype in pairs)
         return self._replace(infos=tuple(infos))
 
-    def taking_as_is(self, flags: Sequence[bool]) -> "Plan":
-        """Returns the plan with first arguments that are not cast where a flag says so."""
-        first = len(self.graph.constants)
-        taken = {first + position for position, is_taken in enumerate(flags) if is_taken}
-        reads = (None if i in taken else dtype for i, dtype in enumerate(self.reads))
-        return self._replace(reads=tuple(reads))
+    def taking_as_is(self, values: Set[Value]) -> "Plan":
+        """Returns the plan with some inputs that are not cast when they come in."""
+        pairs = zip(self.graph.inputs, self.reads, strict=True)
+        return self._replace(reads=tuple(None if v in values else dtype for v, dtype in pairs))
 
 
 class Ran(NamedTuple):
@@ -306,7 +296,11 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         {producers.get(read.value, index) for read in step.reads} - {index}
         for index, step in enumerate(steps)
     ]
-    with_effects = [index for index, step in enumerate(steps) if _has_effects(step)]
+    with_effects = [
+        index
+        for index, step in enumerate(steps)
+        if not isinstance(step, Island) and step.node.equation.effects
+    ]
     for before, after in itertools.pairwise(sorted(with_effects, key=place.__getitem__)):
         needs[after].add(before)
     ends = {producers[value] for value in outputs if value in producers}
@@ -323,7 +317,3 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         order.append(steps[first])
         sorter.done(first)
     return order
-
-
-def _has_effects(step: Step) -> bool:
-    return not isinstance(step, Island) and bool(step.node.equation.effects)

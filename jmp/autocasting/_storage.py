@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from jmp.autocasting._facts import Destination, Facts, Info, is_multiplied
+from jmp.autocasting._facts import Facts, Info, is_multiplied
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
 from jmp.autocasting._steps import Write
@@ -25,7 +25,7 @@ class Storage:
     def __init__(self, facts: Facts, half: np.dtype) -> None:
         self.facts = facts
         self.half = half
-        self._magnitudes: dict[Value, Magnitude] = {}
+        self._magnitudes: dict[Value, Magnitude | None] = {}
         self._dtypes: dict[Value, np.dtype | None] = {}
 
     def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
@@ -46,22 +46,16 @@ class Storage:
 
     def magnitude(self, value: Value) -> Magnitude:
         """Returns what bounds a value."""
-        found = self._magnitudes.get(value)
-        return magnitude_of_source(value) if found is None else found
+        return self._magnitudes.get(value) or magnitude_of_source(value)
 
-    def bound(self, values: Iterable[Value], magnitudes: Iterable[Magnitude]) -> None:
-        """Says what bounds values."""
+    def bound(self, values: Iterable[Value], magnitudes: Iterable[Magnitude | None]) -> None:
+        """Says what bounds values; None for what their dtypes say."""
         self._magnitudes.update(zip(values, magnitudes, strict=True))
 
     def measure(self, node: Node) -> None:
         """Finds what bounds the results of a node, given what bounds its operands."""
         operands = list(map(self.magnitude, node.inputs))
         self.bound(node.outputs, magnitudes_of_results(node, operands))
-
-    def destination(self, value: Value) -> Destination:
-        """Returns where a value goes."""
-        is_multiplied = self.is_multiplied(value, value.users)
-        return Destination(value in self.facts.feeds, value in self.facts.carried, is_multiplied)
 
     def rounded_by_rule(self, value: Value) -> np.dtype | None:
         """Returns the dtype that a rule rounds a value to, where it leaves the rule's region."""

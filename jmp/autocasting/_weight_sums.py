@@ -12,7 +12,8 @@ computed before the loop of tangents. The transpose of that is the product behin
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jmp.autocasting._facts import Info
 from jmp.autocasting._graph import Value, reached
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols
-from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, Step, nodes_of
+from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, nodes_of
 
 # Products of turns that are added up in float32, at least: rounded once, a gradient of a bfloat16
 # loop had 3 % more error than one that was added up turn by turn.
@@ -36,15 +37,12 @@ PARTS = 4
 MOST_TURNS = 16
 
 
-class WithAddend(NamedTuple):
-    """A half product whose tangent has an addend, a value of the body."""
-
-    addend: Value
-
-    def bind(self, step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
-        """Returns the product."""
-        (result,) = as_it_is(step)(operands)
-        return [_with_addend(result, environment[self.addend])]
+def multiply_with_addend(
+    addend: Value, step: Single, operands: Sequence[Any], environment: Environment
+) -> list[Any]:
+    """Returns a half product whose tangent has an addend, a value of the body."""
+    (result,) = as_it_is(step)(operands)
+    return [_with_addend(result, environment[addend])]
 
 
 @jax.custom_jvp
@@ -82,7 +80,7 @@ def probed(
         if weight is None:
             continue
         found = []
-        for step in (step for step in plan.steps if _is_read_by(step, weight)):
+        for step in (s for s in plan.steps if any(read.value is weight for read in s.reads)):
             if not (isinstance(step, Single) and _is_plain_product(step, half)):
                 break
             other = step.node.inputs[1 - step.node.inputs.index(weight)]
@@ -102,7 +100,10 @@ def probed(
         inputs=[*plan.graph.inputs, *(probe.addend for probe in probes)],
         outputs=[*plan.graph.outputs, *stacked],
     )
-    lowered = {p.step.node: p.step._replace(lowering=WithAddend(p.addend)) for p in probes}
+    lowered = {
+        probe.step.node: probe.step._replace(lowering=partial(multiply_with_addend, probe.addend))
+        for probe in probes
+    }
     return Probed(
         plan._replace(
             graph=graph,
@@ -118,10 +119,6 @@ def probed(
 def _multiplied_values(probes: Sequence[Probe]) -> list[Value]:
     """Returns what is multiplied and is no row, each once."""
     return list(dict.fromkeys(probe.other for probe in probes if probe.row is None))
-
-
-def _is_read_by(step: Step, value: Value) -> bool:
-    return any(read.value is value for read in step.reads)
 
 
 def _is_plain_product(step: Single, half: np.dtype) -> bool:

@@ -16,8 +16,8 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
+from jmp.autocasting._emit import as_if_differentiated
 from jmp.autocasting._propagation import inner_equations
-from jmp.autocasting._wide_gradients import as_if_differentiated
 from jmp.diagnostics._arguments import asked_function, autocast_if_asked, split_arguments
 from jmp.diagnostics._ranges import (
     FLOAT8,

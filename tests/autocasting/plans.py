@@ -81,7 +81,7 @@ def _inside(inside):
 
 
 def _island(island):
-    how = [island.recompute.value]
+    how = ["recompute" if island.is_recomputed else "plain"]
     how += ["apart"] * island.prevent_cse + ["shared casts"] * island.shares_casts
     leaves = (_short(x.dtype) + " saturated" * x.saturates for x in island.writes)
     yield f"island, {', '.join(how)}: {' '.join(map(_read, island.reads))} -> {' '.join(leaves)}"

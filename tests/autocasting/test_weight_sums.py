@@ -177,3 +177,20 @@ def test_the_sum_is_float32():
 
     found = jax.jit(jax.grad(jmp.autocast(loss, "mixed_float16")))(w)
     np.testing.assert_allclose(found, jax.grad(loss)(w), rtol=2e-3)
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_loop_with_effects_is_not_taken_apart(prints):
+    """Its forms would stand in a custom derivative, in which JAX takes no effects."""
+
+    def loss(w, x):
+        def turn(h, x):
+            if prints:
+                jax.debug.print("{}", x[0, 0])
+            return jnp.tanh(h @ w + x), None
+
+        return jnp.sum(lax.scan(turn, jnp.zeros((ROWS, SIZE)), x)[0] ** 2)
+
+    gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))
+    scans = [e for e in equations_of(gradient, W, inputs(48)) if e.primitive.name == "scan"]
+    assert ({e.params["length"] for e in scans} == {48}) == prints

@@ -77,7 +77,9 @@ class ProductInFloat8:
     factors: tuple[tuple[Bounded, ...], ...] = ((), ())
     dtype_in = OPERANDS
 
-    def bind(self, step: Single, operands: Sequence[Any], environment: Environment) -> list[Any]:
+    def __call__(
+        self, step: Single, operands: Sequence[Any], environment: Environment
+    ) -> list[Any]:
         """Returns the product in half; adds its bound to the environment, if it has one."""
         (half,) = step.stores
         bounds = [_bound_of(factors, environment) for factors in self.factors]
@@ -109,24 +111,29 @@ def _in_float8(
     return held
 
 
-@dataclasses.dataclass(frozen=True)
-class MovedInFloat8:
-    """A move of the first operand in float8, and in half for the sake of the transpose."""
+def move_in_float8(
+    in_half: Lowering | None, step: Single, operands: Sequence[Any], environment: Environment
+) -> Sequence[Any]:
+    """Returns the first operand moved in half, for the sake of the transpose.
 
-    half: Lowering | None
+    Adds it to the environment in float8, moved too.
 
-    def bind(
-        self, step: Single, operands: Sequence[Any], environment: Environment
-    ) -> Sequence[Any]:
-        """Returns the half array, moved; adds the moved float8 array to the environment."""
-        first, *others = operands
-        numbers, scale = _in_float8(step.reads[0].value, first, environment)
-        moved = _moved_numbers(step.node, [numbers, *others])
-        for value, array in zip(step.node.outputs, moved, strict=True):
-            environment[Float8Of(value)] = Float8(without_reduced(array), scale)
-        if self.half is None:
-            return as_it_is(step)(operands)
-        return self.half.bind(step, operands, environment)
+    Args:
+      in_half: how the step is lowered in half.
+    """
+    first, *others = operands
+    numbers, scale = _in_float8(step.reads[0].value, first, environment)
+    moved: Sequence[Any] = [numbers, *others]
+    for equation in moves_of(step.node):
+        if not is_cast(equation):
+            if rule_for(equation.primitive.name).sends:
+                moved = lax.optimization_barrier(moved)  # as `send_in_half` does
+            moved = _jax_compat.bind(equation.primitive, moved, equation.params)
+    for value, array in zip(step.node.outputs, moved, strict=True):
+        environment[Float8Of(value)] = Float8(without_reduced(array), scale)
+    if in_half is None:
+        return as_it_is(step)(operands)
+    return in_half(step, operands, environment)
 
 
 # Which products are float8.
@@ -266,7 +273,7 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     def moved(step: Single, _: Level) -> Single:
         if step.node not in sent:
             return step
-        lowering = MovedInFloat8(step.lowering)
+        lowering = functools.partial(move_in_float8, step.lowering)
         return step._replace(why=WHY_SENT_IN_FLOAT8, notes=(WHY_SENT_IN_FLOAT8,), lowering=lowering)
 
     return moved(steps, level)
@@ -307,14 +314,3 @@ def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     written = [jaxpr.invars] + [inner.outvars for inner in jaxpr.eqns]
     is_chain = len(jaxpr.invars) == 1 and read == written and not constants
     return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
-
-
-def _moved_numbers(node: Node, operands: Sequence[Any]) -> list[Any]:
-    """Runs a node that moves its first operand, on float8 numbers."""
-    for equation in moves_of(node):
-        if is_cast(equation):
-            continue
-        if rule_for(equation.primitive.name).sends:
-            operands = lax.optimization_barrier(operands)  # as `SentInHalf` does
-        operands = _jax_compat.bind(equation.primitive, operands, equation.params)
-    return list(operands)

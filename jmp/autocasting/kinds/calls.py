@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
+from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
 from jmp.autocasting._steps import Context, Function
 
@@ -28,7 +29,7 @@ class JitKind(Kind):
 class RematKind(Kind):
     """`jax.checkpoint` of the user's, with its policy and names."""
 
-    def context_inside(self, level: Level) -> Context:
+    def context_inside(self, node: Node, level: Level) -> Context:
         """Islands inside are kept apart from the forward pass they repeat."""
         return level.context._replace(prevent_cse=True)
 

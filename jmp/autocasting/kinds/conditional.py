@@ -7,10 +7,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Argument, Node
-from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._graph import Node
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
 from jmp.autocasting._sending import may_part
-from jmp.autocasting._steps import Function, Nested
+from jmp.autocasting._steps import Context, Function
 
 
 class CondKind(Kind):
@@ -20,17 +20,14 @@ class CondKind(Kind):
         """The branches."""
         return _jax_compat.branches(equation.params)
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
-        """All operands but the number of the branch."""
-        return [node.inputs[1:] for _ in self.functions(node.equation)]
+    def calls(self, node: Node) -> Sequence[InnerCall]:
+        """With all operands but the number of the branch."""
+        return [(node.inputs[1:], node.outputs) for _ in self.functions(node.equation)]
 
-    def plan(self, node: Node, level: Level) -> Nested:
-        """A result is half if every branch leaves it in half."""
+    def context_inside(self, node: Node, level: Level) -> Context:
+        """Devices may take different branches."""
         parts = level.context.devices_part or may_part(node, node.inputs[0].aval)
-        context = level.context._replace(devices_part=parts)
-        plans = [level.plan_called(branch, node, context) for branch in node.insides]
-        stores = level.common_stores(node, plans)
-        return level.nested(node, [plan.storing(stores) for plan in plans], stores)
+        return level.context._replace(devices_part=parts)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.switch`, or what chooses by the platform when the program is lowered."""

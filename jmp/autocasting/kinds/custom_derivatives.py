@@ -40,17 +40,15 @@ class CustomJvpKind(Kind):
         """One without products is one operation: float32 if something inside is."""
         return _as_one_operation(equation, settings, Category.FOLLOW) or rule
 
-    def context_inside(self, level: Level) -> Context:
+    def context_inside(self, node: Node, level: Level) -> Context:
         """JAX transposes the tangents of its rule."""
         return level.context._replace(is_transposed=True)
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Results that feed products are half; the rule will give tangents of the same dtype."""
-        (inside,) = node.insides
-        plan = level.plan_called(inside, node, self.context_inside(level))
-        stores = level.common_stores(node, [plan])
-        derivative = functools.partial(self.plan_derivative, node, level, stores)
-        return level.nested(node, [plan.storing(stores), derivative], stores)
+        primal = super().plan(node, level)
+        derivative = functools.partial(self.plan_derivative, node, level, primal.stores)
+        return primal._replace(insides=(*primal.insides, derivative))
 
     def plan_derivative(
         self, node: Node, level: Level, stores: Sequence[np.dtype | None], run_plan: RunPlan
@@ -62,7 +60,11 @@ class CustomJvpKind(Kind):
 
             def nominal_rule(*flat: Any) -> Any:
                 fixed, moved = flat[: len(primals)], flat[len(primals) :]
-                along = _of_some(node, fixed, moving)
+
+                def along(*some: Any) -> list[Any]:
+                    operands = replaced(fixed, moving, some)
+                    return _jax_compat.bind(node.equation.primitive, operands, node.params)
+
                 return jax.jvp(along, [fixed[i] for i in moving], list(moved))
 
             changing = [node.inputs[i] for i in moving]
@@ -80,7 +82,8 @@ class CustomJvpKind(Kind):
             goes = [
                 Destination(d == level.half, d == FLOAT32, rounded=d == level.half) for d in dtypes
             ]
-            plan = level.plan_graph(graph, infos, goes, self.context_inside(level)).storing(dtypes)
+            context = self.context_inside(node, level)
+            plan = level.plan_graph(graph, infos, goes, context).storing(dtypes)
             moved = [cast(tangents[i], primals[i].dtype) for i in moving]
             leaves = run_plan(plan, [*graph.constants, *primals, *moved])
             return jax.tree.unflatten(jax.tree.structure(result), leaves)
@@ -127,16 +130,6 @@ def _as_one_operation(equation: JaxprEqn, settings: Settings, default: Category)
         fusible=True,
         expensive=any(r.expensive for r in rules),
     )
-
-
-def _of_some(node: Node, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:
-    """Returns the node, bound as written, as a function of the operands that are `moving`."""
-
-    def call(*values: Any) -> list[Any]:
-        whole = replaced(operands, moving, values)
-        return _jax_compat.bind(node.equation.primitive, whole, node.params)
-
-    return call
 
 
 register_kind(["custom_jvp_call"], CustomJvpKind())

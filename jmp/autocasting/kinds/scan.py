@@ -15,10 +15,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._carries import carried_in_half, find_weights
-from jmp.autocasting._facts import Destination, Info, feeding_values
-from jmp.autocasting._graph import Argument, Carry, Graph, Node, RowOf, Value
-from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._carries import carried_in_half, dtypes_of_carries, find_weights
+from jmp.autocasting._facts import Info, feeding_values
+from jmp.autocasting._graph import Carry, Graph, Node, RowOf, Value
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._steps import Function, Nested
@@ -34,64 +34,52 @@ LAYERS = 128
 class ScanKind(Kind):
     """A body, called with constants, carries and rows."""
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
-        """Constants, carries and rows."""
+    def calls(self, node: Node) -> Sequence[InnerCall]:
+        """With constants, carries and rows."""
         constants, carries, arrays = _jax_compat.Scan.of(node.params).split(node.inputs)
         numbered = (Carry(value, index) for index, value in enumerate(carries))
-        return [[*constants, *numbered, *map(RowOf, arrays)]]
+        return [([*constants, *numbered, *map(RowOf, arrays)], node.outputs)]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
-        scan = _jax_compat.Scan.of(node.params)
-        closed, _, _ = scan.split(node.inputs)
-        (inside,) = node.insides
-        graph, inputs = inside.graph, inside.inputs
-        consts, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
-        _, values, _ = scan.split(inputs)
-        streams = _streams(graph, values, before, node, level.half)
-        in_half, buffers = carried_in_half(graph, values, node, level, streams)
+        scan, (inside,) = _jax_compat.Scan.of(node.params), node.insides
+        closed, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
+        constants, values, arrays = scan.split(inside.inputs)
+        streams = _streams(inside.graph, values, before, node, level.half)
+        in_half, buffers = carried_in_half(inside, node, level, streams)
 
         def planned(in_half: Sequence[bool], has_gradient: bool) -> Nested:
-            carries = [
-                level.half if is_half else value.dtype
-                for value, is_half in zip(values, in_half, strict=True)
-            ]
-            infos = [*consts, *(Info(dtype, False) for dtype in carries), *rows]
-            outputs = [
-                Destination(is_half, carried=not is_half, rounded=is_half) for is_half in in_half
-            ]
-            outputs += level.destinations(node)[scan.n_carry :]
+            carries, infos, goes = dtypes_of_carries(values, in_half, level.half)
+            goes += level.destinations(node)[scan.n_carry :]
             # One more than the turns: also a loop of one turn is a loop.
             times = level.context.times * (turns_of(node.equation) + 1)
             context = level.context._replace(
                 times=times, prevent_cse=False, has_gradient=has_gradient
             )
-            plan = level.plan_graph(graph, infos, outputs, context)
+            plan = level.plan_graph(inside.graph, [*closed, *infos, *rows], goes, context)
             stores = (*carries, *plan.stores[scan.n_carry :])
-            # Constants are rounded inside, but those that have no gradient.
-            reads = [
-                value.dtype if value.varies else info.dtype
-                for value, info in zip(closed, consts, strict=True)
-            ]
-            reads += [*carries, *(info.dtype for info in rows)]
-            constants, _, arrays = scan.split(inputs)
-            found = iter(find_weights(plan, [*constants, *arrays], in_half, level))
-            weights = [False if value in values else next(found) for value in inputs]
+            weights = find_weights(plan, in_half, level).difference(values)
             plan = plan.storing(stores).taking_as_is(weights)
-            reads = [None if w else dtype for w, dtype in zip(weights, reads, strict=True)]
-            rounds = [level.half if is_weight else None for is_weight in weights[: len(closed)]]
-            nested = level.nested(node, [plan], stores, reads, rounds)
-            may_be_summed = has_gradient and any(rounds)
-            if not may_be_summed or any(map(_jax_compat.has_named_axes, node.inputs)):
-                return nested
-            by_turn = [v if half else None for v, half in zip(constants, rounds, strict=True)]
-            return nested._replace(probed=probed(plan, by_turn, values, arrays, scan.length))
+            # Constants are rounded inside, but those that have no gradient.
+            of_constants = zip(constants, closed, strict=True)
+            reads = [v.dtype if v.varies else info.dtype for v, info in of_constants]
+            reads += [*carries, *(info.dtype for info in rows)]
+            pairs = zip(inside.inputs, reads, strict=True)
+            nested = level.nested(
+                node, [plan], stores, [None if v in weights else dtype for v, dtype in pairs]
+            )
+            rounded = weights.intersection(constants)  # before the loop
+            if has_gradient and rounded and not any(map(_jax_compat.has_named_axes, node.inputs)):
+                by_turn = [v if v in rounded else None for v in constants]
+                sums = probed(plan, by_turn, values, arrays, scan.length)
+                nested = nested._replace(probed=sums)
+            return nested.rounding([v in rounded for v in inside.inputs], level.half)
 
         if not any(buffers):
             return planned(in_half, level.context.has_gradient)
         without = [a and not b for a, b in zip(in_half, buffers, strict=True)]
         wide = planned(without, level.context.has_gradient)
-        return planned(in_half, False)._replace(wide=wide)
+        return planned(in_half, False)._replace(differentiated=wide.differentiated or wide)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.scan`; constants are closed over."""

@@ -17,11 +17,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._carries import carried_in_half, find_weights
+from jmp.autocasting._carries import carried_in_half, dtypes_of_carries, find_weights
 from jmp.autocasting._casts import cast_all
-from jmp.autocasting._facts import Destination, Info
-from jmp.autocasting._graph import Argument, Carry, Node, Value
-from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._graph import Carry, Node
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import Propagation, WayInside
@@ -75,50 +74,36 @@ class WhileKind(Kind):
         loop = _jax_compat.While.of(equation.params)
         return loop.condition, loop.body
 
-    def arguments(self, node: Node) -> Sequence[Sequence[Argument]]:
-        """Arrays that each closes over, and the carries."""
+    def calls(self, node: Node) -> Sequence[InnerCall]:
+        """With what each closes over, and the carries; no result of the node is the condition's."""
         asked, closed, carries = _jax_compat.While.of(node.params).split(node.inputs)
         numbered = [Carry(value, index) for index, value in enumerate(carries)]
-        return [[*asked, *numbered], [*closed, *numbered]]
-
-    def results(self, node: Node) -> Sequence[Sequence[Value]]:
-        """The condition's is none of the node's."""
-        return [], node.outputs
+        return [([*asked, *numbered], ()), ([*closed, *numbered], node.outputs)]
 
     def plan(self, node: Node, level: Level) -> Nested:
         """Plans the body."""
-        loop = _jax_compat.While.of(node.params)
+        loop, (condition, inside) = _jax_compat.While.of(node.params), node.insides
         asked, closed, _ = loop.split(node.inputs)
         infos = list(map(level.storage.info, closed))
-        condition, inside = node.insides
-        graph, inputs = inside.graph, inside.inputs
-        values = inputs[len(closed) :]
-        in_half, _ = carried_in_half(graph, values, node, level, condition=condition)
-        stores = tuple(
-            level.half if is_half else value.dtype
-            for value, is_half in zip(node.outputs, in_half, strict=True)
-        )
-        carries = [Info(dtype, False) for dtype in stores]
-        outputs = [
-            Destination(is_half, carried=not is_half, rounded=is_half) for is_half in in_half
-        ]
+        in_half, _ = carried_in_half(inside, node, level, condition=condition)
+        stores, carries, goes = dtypes_of_carries(node.outputs, in_half, level.half)
         (is_on,) = loop.condition.out_avals
         parts = level.context.devices_part or may_part(node, is_on)
         # Nothing is saved for a backward pass, because there is none.
         context = level.context._replace(prevent_cse=False, devices_part=parts, has_gradient=False)
-        body = level.plan_graph(graph, [*infos, *carries], outputs, context)
+        body = level.plan_graph(inside.graph, [*infos, *carries], goes, context)
         condition_as_written = as_written(loop.condition, node, level.context.request)
         run_condition = lambda run_plan: _jax_compat.as_function(condition_as_written)
-        weights = find_weights(body, inputs[: len(closed)], in_half, level)
-        rounds = [level.half if is_weight else None for is_weight in weights]
+        weights = find_weights(body, in_half, level).intersection(inside.inputs[: len(closed)])
         body = body.storing(stores).taking_as_is(weights)
+        is_weight = [value in weights for value in inside.inputs]
         reads = [
             *(value.dtype for value in asked),
-            *(None if w else info.dtype for w, info in zip(weights, infos, strict=True)),
+            *(None if w else i.dtype for w, i in zip(is_weight, infos, strict=False)),
             *stores,
         ]
-        rounds = [*[None] * len(asked), *rounds]
-        return level.nested(node, [run_condition, body], stores, reads, rounds)
+        nested = level.nested(node, [run_condition, body], stores, reads)
+        return nested.rounding([*(False for _ in asked), *is_weight], level.half)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
         """Emits `lax.while_loop`."""

@@ -14,15 +14,13 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jmp.autocasting._casts import cast
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
+from jmp.autocasting._lowerings import bilinear, with_derivative
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._steps import Environment, Single, on_singles
-from jmp.autocasting._wide_gradients import with_derivative
 
 
 @on_singles
@@ -30,7 +28,7 @@ def exchange_kernels(step: Single, level: Level) -> Single:
     """Returns a step; if it is a half convolution that spreads, it is lowered in that order."""
     if not (step.is_half and step.lowering is None and spreads(step.node)):
         return step
-    return step._replace(lowering=SpreadingConvolution())
+    return step._replace(lowering=convolve_spreading)
 
 
 def spreads(node: Node) -> bool:
@@ -52,36 +50,28 @@ def spreads(node: Node) -> bool:
     return is_larger and in_one_group and not is_empty and not asks_for_sharding
 
 
-class SpreadingConvolution:
-    """Such a convolution."""
+def convolve_spreading(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns such a convolution, with a derivative of its own."""
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the convolution, with a derivative of its own."""
+    def forward(*operands: Any) -> list[Any]:
+        return [lax.conv_general_dilated_p.bind(*operands, **step.params)]
 
-        def forward(*operands: Any) -> list[Any]:
-            return [lax.conv_general_dilated_p.bind(*operands, **step.params)]
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        changes = []
+        for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
+            if not isinstance(tangents[position], SymbolicZero):
+                factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
+                changes.append(product.bind(*factors, **step.params))
+        return [reduce(lax.add, changes)]
 
-        def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            changes = []
-            for position, product in enumerate((lax.conv_general_dilated_p, of_kernel_p)):
-                if not isinstance(tangents[position], SymbolicZero):
-                    factors = [tangents[i] if i == position else primals[i] for i in (0, 1)]
-                    changes.append(product.bind(*factors, **step.params))
-            return [reduce(lax.add, changes)]
-
-        return with_derivative(forward, derivative)(*operands)
+    return with_derivative(forward, derivative)(*operands)
 
 
-# A convolution as a linear function of its kernel. A primitive can have a transpose of its own.
+# A convolution as a linear function of its kernel.
 
 
 def _of_kernel(image: Any, kernel: Any, **params: Any) -> Any:
     return lax.conv_general_dilated_p.bind(image, kernel, **params)
-
-
-def _type_of_convolution(*types: Any, **params: Any) -> Any:
-    (result,) = jax.make_jaxpr(partial(_of_kernel, **params))(*types).out_avals
-    return result
 
 
 def _gradient_of_image(cotangent: Any, image: Any, kernel: Any, **params: Any) -> Any:
@@ -137,9 +127,9 @@ def _batched_convolution(operands: Sequence[Any], axes: Sequence[Any], **params:
     return jax.vmap(partial(_of_kernel, **params), axes)(*operands), 0
 
 
-of_kernel_p = Primitive("convolution_of_kernel")
-of_kernel_p.def_impl(_of_kernel)
-of_kernel_p.def_abstract_eval(_type_of_convolution)
-mlir.register_lowering(of_kernel_p, mlir.lower_fun(_of_kernel, multiple_results=False))
-ad.defbilinear(of_kernel_p, _gradient_of_image, _gradient_of_kernel)
-batching.primitive_batchers[of_kernel_p] = _batched_convolution
+of_kernel_p = bilinear(
+    "convolution_of_kernel",
+    _of_kernel,
+    (_gradient_of_image, _gradient_of_kernel),
+    _batched_convolution,
+)

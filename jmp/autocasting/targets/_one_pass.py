@@ -26,7 +26,7 @@ from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, downstream
 from jmp.autocasting._numbers import length_of
 from jmp.autocasting._patterns import Shift, Softmax
-from jmp.autocasting._steps import Recompute, Rewrite
+from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
 
 KEPT_ROWS = "autocast_rows"
@@ -41,7 +41,8 @@ SHORT = 32
 
 def sums_in_one_pass(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites the sums of a softmax; keeps them, its maxima, and all that reduces long rows."""
-    if around.recompute is not Recompute.RECOMPUTE or not _reduces_rows(node):
+    reduces_rows = node.rule.reduces and node.inputs[0].is_float32 and is_row_reduction(node)
+    if not around.is_recomputed or not reduces_rows:
         return None
     for softmax in around.softmaxes:
         if softmax.shift is None or not _reads_rows_again(softmax, softmax.shift, around):
@@ -64,10 +65,6 @@ def _kept(node: Node) -> Rewrite:
 def is_long(length: Any) -> bool:
     """Returns whether XLA takes a softmax over such rows apart."""
     return length_of(length) > LONG
-
-
-def _reduces_rows(node: Node) -> bool:
-    return node.rule.reduces and node.inputs[0].is_float32 and is_row_reduction(node)
 
 
 def _length(node: Node) -> int:

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
@@ -35,24 +36,19 @@ MULTIPLE = 8
 Pads = tuple[tuple[int, ...], ...]  # the axes of each operand that are padded; () for none
 
 
-@dataclasses.dataclass(frozen=True)
-class PaddedProduct:
-    """A product of operands that are padded with zeros to multiples of eight.
+def multiply_padded(
+    pads: Pads, cuts: bool, step: Single, operands: Sequence[Any], _: Environment
+) -> list[Any]:
+    """Returns a product of operands that are padded with zeros to multiples of eight.
 
-    Attributes:
+    Args:
       pads: along which axes each operand is padded.
       cuts: whether the result is cut to its size; else it stays padded.
     """
-
-    pads: Pads
-    cuts: bool = False
-
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the product."""
-        pairs = zip(operands, self.pads, strict=True)
-        results = as_it_is(step)([_padded(array, axes) for array, axes in pairs])
-        shape = step.node.outputs[0].aval.shape
-        return [x[tuple(map(slice, shape))] for x in results] if self.cuts else results
+    padded = [_padded(array, axes) for array, axes in zip(operands, pads, strict=True)]
+    results = as_it_is(step)(padded)
+    shape = step.node.outputs[0].aval.shape
+    return [x[tuple(map(slice, shape))] for x in results] if cuts else results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +133,9 @@ def _padded_steps(island: Island, step_of: Mapping[Node, Step], level: Level) ->
     form = form._replace(why=f"{form.why}; its rows are padded, so that XLA pads no scores")
     rewrites = {**island.rewrites, division: form}
     return {
-        id(before): before._replace(lowering=PaddedProduct(pads[0])),
+        id(before): before._replace(lowering=partial(multiply_padded, pads[0], False)),
         id(island): island._replace(rewrites=rewrites, lowering=PaddedRows((rows,))),
-        id(after): after._replace(lowering=PaddedProduct(pads[1], cuts=True)),
+        id(after): after._replace(lowering=partial(multiply_padded, pads[1], True)),
     }
 
 

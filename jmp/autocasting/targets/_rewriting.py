@@ -13,14 +13,14 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._passes import Pass
 from jmp.autocasting._patterns import Softmax
-from jmp.autocasting._steps import Island, Recompute, Rewrite, on_islands
+from jmp.autocasting._steps import Island, Rewrite, on_islands
 
 
 class Surroundings(NamedTuple):
     """The island of an equation, as a rewrite may ask for it."""
 
     inside: Set[Node]
-    recompute: Recompute
+    is_recomputed: bool
     half: np.dtype
     entering: Set[Value]  # values that enter in half
     leaving: Set[Value]  # results that leave
@@ -38,7 +38,7 @@ def rewriting(
         inside = set(island.nodes)
         around = Surroundings(
             inside=inside,
-            recompute=island.recompute,
+            is_recomputed=island.is_recomputed,
             half=level.half,
             entering={read.value for read in island.reads if read.dtype == level.half},
             leaving={write.value for write in island.writes},

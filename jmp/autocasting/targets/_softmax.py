@@ -33,7 +33,7 @@ from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._patterns import Shift
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Recompute, Rewrite
+from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
 from jmp.dtypes import FLOAT32
 
@@ -48,7 +48,7 @@ VECTOR = 128
 
 def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites the last step of a softmax that leaves in half, all of it in one island."""
-    if node.name != "div" or around.recompute is not Recompute.RECOMPUTE:
+    if node.name != "div" or not around.is_recomputed:
         return None
     found, (result,) = [x for x in around.softmaxes if x.division is node], node.outputs
     # A reader inside would get the rounded result: log(p) of a small p would be -inf.
@@ -96,7 +96,7 @@ def _sums(array: Any, rows: int) -> Any:
 def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
     """Rewrites masks and scales of half scores, and the difference from their maximum, for TPUs."""
     # No TPU multiplies float16, in which a mask might not lie below all scores.
-    if around.half == np.float16 or around.recompute is not Recompute.RECOMPUTE:
+    if around.half == np.float16 or not around.is_recomputed:
         return None
     if not (node.rule.affine or node.rule.masks):  # before the island is searched
         return None
@@ -176,20 +176,13 @@ def _is_exact_in_half(node: Node) -> bool:
 
 def _run_in_half(node: Node, half: Any, *operands: Any) -> Any:
     """Returns the result of `node`, in float32, computed in half."""
-    pairs = zip(node.inputs, operands, strict=True)
-    halves = [
-        _operand_in_half(x, half, v.constant is not None) if v.is_float32 else x for v, x in pairs
-    ]
+    limit, halves = float(jnp.finfo(half).max), []
+    for value, array in zip(node.inputs, operands, strict=True):
+        if value.constant is not None and value.is_float32:  # its finite numbers stay finite
+            array = jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
+        halves.append(jnp.asarray(array, half) if value.is_float32 else array)
     (result,) = _jax_compat.bind(node.equation.primitive, halves, node.params)
     return result.astype(FLOAT32)
-
-
-def _operand_in_half(array: Any, half: Any, is_constant: bool) -> Any:
-    """Returns an array in half; the finite numbers of a constant stay finite."""
-    limit = float(jnp.finfo(half).max)
-    if is_constant:
-        array = jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
-    return jnp.asarray(array, half)
 
 
 def _difference(half: Any, rows: Any, shift: Any) -> Any:

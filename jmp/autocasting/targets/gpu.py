@@ -3,8 +3,8 @@
 Programs for a CPU are planned as those for GPUs, so that tests without one see the same program.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,17 @@ import numpy as np
 from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import root
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._lowerings import as_it_is, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import (
     Environment,
     Island,
     Read,
-    Recompute,
     Single,
     on_islands,
     on_singles,
 )
-from jmp.autocasting._wide_gradients import with_derivative, without_symbols
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._one_pass import sums_in_one_pass
@@ -43,36 +41,35 @@ def keep_apart(island: Island, level: Level) -> Island:
     the barrier nothing fuses. XLA keeps islands that reduce rows apart by itself. On TPUs a barrier
     always costs more than it saves, because arithmetic takes time there.
     """
-    is_recomputed = island.recompute is Recompute.RECOMPUTE
-    if not is_recomputed or any(node.rule.reduces for node in island.nodes):
+    if not island.is_recomputed or any(node.rule.reduces for node in island.nodes):
         return island
     return island._replace(prevent_cse=level.context.prevent_cse)
 
 
-@dataclasses.dataclass(frozen=True)
-class AddedBias:
-    """A half sum with a float32 bias, which is rounded before it is repeated.
+def add_bias(
+    half: np.dtype,
+    is_bias: Sequence[bool],
+    step: Single,
+    operands: Sequence[Any],
+    _: Environment,
+) -> list[Any]:
+    """Returns a half sum with a float32 bias, which is rounded before it is repeated.
 
-    Attributes:
-      half: the dtype of the sum.
+    The gradient of the bias adds up in float32.
+
+    Args:
       is_bias: of each operand.
     """
+    shape = step.node.outputs[0].aval.shape
 
-    half: np.dtype
-    is_bias: tuple[bool, ...]
+    def add(*operands: Any) -> list[Any]:
+        return as_it_is(step)([cast(operand, half) for operand in operands])
 
-    def bind(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-        """Returns the sum; the gradient of the bias adds up in float32."""
-        shape = step.node.outputs[0].aval.shape
+    def derivative(_: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        moving = zip(map(without_symbols, tangents), is_bias, strict=True)
+        return add(*(repeated(x, shape) if bias else x for x, bias in moving))
 
-        def add(*operands: Any) -> list[Any]:
-            return as_it_is(step)([cast(operand, self.half) for operand in operands])
-
-        def derivative(_: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            moving = zip(map(without_symbols, tangents), self.is_bias, strict=True)
-            return add(*(repeated(x, shape) if is_bias else x for x, is_bias in moving))
-
-        return with_derivative(add, derivative)(*operands)
+    return with_derivative(add, derivative)(*operands)
 
 
 @on_singles
@@ -89,7 +86,7 @@ def add_biases_in_loops(step: Single, level: Level) -> Single:
         read._replace(dtype=FLOAT32, shape=None) if bias else read
         for read, bias in zip(step.reads, is_bias, strict=True)
     )
-    return step._replace(reads=tuple(reads), lowering=AddedBias(level.half, is_bias))
+    return step._replace(reads=tuple(reads), lowering=partial(add_bias, level.half, is_bias))
 
 
 def _is_the_same_bias(read: Read) -> bool:

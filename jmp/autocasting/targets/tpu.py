@@ -11,9 +11,9 @@ from jax import lax
 
 from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._kinds import Level
+from jmp.autocasting._lowerings import run_with_product, weight_product_p, with_derivative
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Read, Single, on_singles
-from jmp.autocasting._wide_gradients import run_with_product, weight_product_p, with_derivative
 from jmp.autocasting.attention import fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._convolutions import exchange_kernels
