@@ -1,6 +1,6 @@
 """Which float32 carries of a loop lose nothing in half, and which of its operands are weights.
 
-Three sorts do not:
+Three sorts lose nothing:
 
 - A *state* that only products read, such as the hidden one of an RNN: each turn computes it anew.
 - A *buffer*, such as the keys and values of an attention during generation: what a turn writes into

@@ -136,8 +136,10 @@ class Node:
     @property
     def reads_float32(self) -> bool:
         """Whether it reads float32 whatever its operands are stored in."""
-        if self.is_fusible or self.has_products or self.region.in_float32:
-            return self.region.in_float32 or self.is_in_full
+        if self.region.in_float32:
+            return True
+        if self.is_fusible or self.has_products:
+            return self.is_in_full
         return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
     @functools.cached_property

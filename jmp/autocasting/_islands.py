@@ -155,7 +155,7 @@ def half_between(
         (result,) = node.outputs
         if result.size < least or not storage.leaves_half(result, inside):
             continue
-        is_half = node.rule.affine and why.get(node, LARGE_INPUT) == LARGE_INPUT
+        is_half = node.rule.affine and why.get(node) in (None, LARGE_INPUT)
         is_half = is_half and (is_stream(node) or crosses(result))
         if is_half and all(may_be_half(value, result) for value in node.inputs):
             found.add(node)

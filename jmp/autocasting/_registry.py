@@ -78,17 +78,18 @@ class Rule:
     # between two casts, which cost nothing inside a fusion.
     sums_backward: bool = False
     cheap: bool = False  # an island computes it again rather than read its result from memory
-    reshapes: bool = False  # it moves the numbers of its first operand, and keeps their order
-    permutes: bool = False  # it moves them, and their order may change
-    repeats: bool = False  # it repeats them
-    sends: bool = False  # it moves them between devices
-    sums_devices: bool = False  # it adds up what devices hold
-    selects: bool = False  # it takes some of them
-    rearranges: bool = False  # it moves the numbers of its operands in other ways
-    looks_up: bool = False  # it takes some of its first operand's, and the others say which
-    writes: bool = False  # it puts some into its first operand, and integers say where
+    # What its result is, of the numbers of its first operand:
+    reshapes: bool = False  # the same in the same order (reshape)
+    permutes: bool = False  # the same in another order (transpose)
+    repeats: bool = False  # each several times (broadcast_in_dim)
+    selects: bool = False  # some of them (slice)
+    looks_up: bool = False  # some of them; its other operands say which (gather)
+    writes: bool = False  # all, but for some from an operand; integers say where (scatter)
+    sends: bool = False  # the same, on other devices (all_gather)
+    rearranges: bool = False  # numbers of all its operands, arranged in another way (concatenate)
+    sums_devices: bool = False  # it adds up what devices hold (psum)
     linear: bool = False  # it adds or subtracts
-    affine: bool = False  # or multiplies or divides
+    affine: bool = False  # it adds, subtracts, multiplies or divides
     elementwise: bool = False  # of two operands, the smaller of which JAX repeats
     compares: bool = False  # it asks how two operands differ
     masks: bool = False  # it is how masks are applied; not `mul`: its overflow must be seen

@@ -68,7 +68,9 @@ class Context(NamedTuple):
     """Facts that hold all over a level, and on the levels inside if nothing else is said."""
 
     request: Request
-    times: int = 1  # how often the level runs, as far as known
+    # How often the level runs, as far as known; each loop counts one turn more, so that one means
+    # outside of loops.
+    times: int = 1
     # Whether a recomputation must be kept apart from the forward pass it repeats: XLA would merge
     # the two and keep the float32 values. In a loop the two stand in different loops anyway,
     # unless the body is itself recomputed.

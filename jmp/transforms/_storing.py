@@ -150,7 +150,7 @@ def stored_by(
         wide = jnp.array(param, dtype)
         return in_one_program(storage, "beside", wide, wide, param)
 
-    def value_of(param: Any, beside: Any) -> Any:  # what is kept beside one may be any tree
+    def value_of(param: Any, beside: Any) -> Any:  # beside float32 there is an empty tree
         if not needs_master(param):
             return param
         return in_one_program(storage, "value", param, beside)
