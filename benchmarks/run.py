@@ -291,9 +291,7 @@ SUITES = {
     "programs": programs_suite,
     "targets": targets_suite,
     # Compile and trace times are told: one job at a time.
-    "families": functools.partial(
-        targets_suite, do="family", jobs_of=families.jobs, together=1
-    ),
+    "families": functools.partial(targets_suite, do="family", jobs_of=families.jobs, together=1),
     "gpu": timed_suite,
     "cpu": cpu_suite,
 }

@@ -30,6 +30,7 @@ TIMED = 2  # layers of the programs whose compile and trace times are told
 OTHERS = (("b200", "bfloat16"), ("v5e", "bfloat16"))  # beside an H200 in float16
 OTHERS_DEPTH = 6
 TPU_FAMILIES = ("message-passing", "clip", "physics", "forces", "gru", "mixer", "convnext", "t5", "rwkv", "dlrm")  # fmt: skip  # noqa: E501
+MOST_BYTES, MOST_TEMP = 1.03, 1.05  # over by hand: what a plan may take
 ERRORS = "gradient error"
 SEEDS = 5
 SCALE = 2.0**10  # a loss scale: without one float16's small gradients are lost in both
