@@ -22,30 +22,33 @@ from benchmarks.targets import BASE, Job
 NOTHING = "–"  # not counted
 BYTES, TEMP, KERNELS = "bytes_moved", "temp_bytes", "kernels"
 MAIN = ("h200", "float16")
+LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
-    "forces": (
-        "values of the first derivative are float32, which keeps digits that the step by hand loses"
-    ),
+    "forces": "values of the first derivative are float32, which keeps digits that half loses",
     "physics": (
-        "the direction of the derivative counts as a table, so that the first layer is float32; "
-        "so is the derivative of tanh"
+        "the constant direction of a derivative counts as a table of data, whose product is "
+        "float32; with the direction as an argument the ratio is near one"
     ),
     "gru": (
-        "the state is carried and kept in float32, and the sums of the weights' gradients in "
-        "parts copy what the loop keeps"
+        "the state of the loop is float32, and what the backward pass reads of each turn is "
+        "copied once more, to add up the gradient of the weights in float32"
     ),
-    "fourier-operator": "what the Fourier transform returns is kept in float32",
+    "neural-ode": "the state of the loop, to which each turn adds, is float32",
+    "fourier-operator": "what the inverse Fourier transform returns is stored in float32",
     "densenet": (
-        "the float32 input is read by every layer; the last norm is read by a mean and kept in "
-        "float32"
+        "the last norm, which only a mean reads, is stored in float32, and so is the input, which "
+        "many layers read"
     ),
     "gradient-penalty": (
-        "a kernel is cast after it is reversed, so that XLA finds no backward convolution of cuDNN"
+        "a kernel is cast after it was reversed, so that XLA finds no backward convolution of cuDNN"
     ),
-    "dlrm": "the derivative of a lookup is added up in float32, also of constant places that differ",
-    "message-passing": "the derivatives of lookups are added up in float32, by hand in half",
+    "dlrm": "the derivative of a lookup is added up in float32, also if the places are constant",
+    "message-passing": LOOKUPS,
+    "crossed": LOOKUPS,
+    "vq-vae": LOOKUPS + ": here of resizing by the nearest number",
     "pointnet": "masks of the maxima are stored, by hand they are compared again",
-    "vq-vae": "the derivative of resizing is added up in float32, by hand in half",
+    "linear-recurrent-unit": "the real part of the states is stored in float32",
+    "maml": "the derivative of the inner step keeps a value of the loss in float32",
 }
 
 
@@ -116,9 +119,12 @@ def _(found: Any) -> str:
 
 def _mean(key: str) -> Callable[[Any], str]:
     def make(found: Any) -> str:
-        """Returns the geometric mean of all families at all depths."""
-        ratios = [ratio(found, f, at(layers), key) for f in FAMILIES for layers in DEPTHS]
-        return f"{statistics.geometric_mean(filter(None, ratios)):.2f}"
+        """Returns the geometric mean of the families, each the mean of its depths."""
+        means = [
+            statistics.geometric_mean(filter(None, (ratio(found, f, at(n), key) for n in DEPTHS)))
+            for f in counted(found)
+        ]
+        return f"{statistics.geometric_mean(means):.2f}"
 
     return make
 
