@@ -82,7 +82,8 @@ class Worker:
         from benchmarks import families
         from benchmarks.targets import Job
 
-        return families.counted(row, Job(**job), small=rehearse)
+        with jax.numpy_rank_promotion("allow"):  # they broadcast as users' models do
+            return families.counted(row, Job(**job), small=rehearse)
 
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""

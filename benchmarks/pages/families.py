@@ -167,7 +167,7 @@ def _(found: Any) -> str:
     jobs = {
         "B200": (at(OTHERS_DEPTH, "b200", "bfloat16"), (BYTES, TEMP)),
         "TPU v5e": (at(OTHERS_DEPTH, "v5e", "bfloat16"), ("cycles", TEMP)),
-        "H200, newest jaxlib": (at(OTHERS_DEPTH, *MAIN, newest=True), (BYTES, TEMP)),
+        "H200, newest jaxlib": (at(OTHERS_DEPTH, "h200", "bfloat16", newest=True), (BYTES, TEMP)),
     }
     rows = [
         [f.title, *(cell(ratio(found, f, job, key) for key in keys) for job, keys in jobs.values())]
