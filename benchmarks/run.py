@@ -5,6 +5,7 @@
     python -m benchmarks.run --suite wire    # what eight H200s send each other; needs no GPU
     python -m benchmarks.run --suite programs    # the other tables of pages, also of an H200
     python -m benchmarks.run --suite targets    # GPUs and TPUs; after `make targets`
+    python -m benchmarks.run --suite families    # the same of models that no rule was tuned on
     python -m benchmarks.run --suite gpu --minutes 9 --resume    # paired times on a GPU
     python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
@@ -20,6 +21,7 @@ then `pip install -e '.[test,cuda13]' torch`.
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import math
 import os
@@ -34,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import programs, targets, wire, workloads
+from benchmarks import families, programs, targets, wire, workloads
 from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
@@ -45,8 +47,17 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-COUNTING = ("compiled", "checks", "wire", "programs", "targets")  # without a device
-NAMES = [row.name for row in (*WORKLOADS, *UPDATES, *wire.CASES, *programs.GROUPS, *targets.ROWS)]
+# Without a device, under names of their own.
+COUNTED_ROWS: dict[str, tuple[Any, ...]] = {
+    "wire": wire.CASES,
+    "programs": programs.GROUPS,
+    "targets": targets.ROWS,
+    "families": tuple(families.FAMILIES),
+}
+COUNTING = ("compiled", "checks", *COUNTED_ROWS)  # without a device
+NAMES = [
+    row.name for row in (*WORKLOADS, *UPDATES, *(row for of in COUNTED_ROWS.values() for row in of))
+]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,13 +65,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    names = "workloads, of the suite wire cases, of programs tables, of targets rows"
+    names = "workloads, of the suite wire cases, of programs tables, of others rows"
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help=names)
     recipes = [row.name for row in RECIPES] + list(TORCH)
     recipes += sorted({row.name for case in wire.CASES for row in case.variants} - {*recipes})
     names = "of the suite wire variants"
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes, help=names)
-    names = "of the suite targets"
+    names = "of the suites targets and families"
     machines = targets.MACHINES
     parser.add_argument("--machines", nargs="+", choices=machines, default=machines, help=names)
     parser.add_argument(
@@ -82,8 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rows_of(suite: str) -> tuple[Any, ...]:
-    others = {"wire": wire.CASES, "programs": programs.GROUPS, "targets": targets.ROWS}
-    return others.get(suite, (*WORKLOADS, *UPDATES))
+    return COUNTED_ROWS.get(suite, (*WORKLOADS, *UPDATES))
 
 
 def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
@@ -155,9 +165,16 @@ def programs_suite(
     return {"recipes": counted(jobs, tick, "program")}
 
 
-def targets_suite(row: targets.Row, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+def targets_suite(
+    row: Any,
+    arguments: argparse.Namespace,
+    tick: Any,
+    do: str = "target",
+    jobs_of: Callable[[Any], Any] = targets.Row.jobs,
+    together: int = min(2, os.cpu_count() or 1),  # a compiler takes more than a core, and 2 GB
+) -> dict[str, Any]:
     """Counts a row for every machine and compiler that there is an interpreter for."""
-    chosen = [job for job in row.jobs() if job.machine in arguments.machines]
+    chosen = [job for job in jobs_of(row) if job.machine in arguments.machines]
     jobs = [job for job in chosen if targets.python_of(job)]
     for job in set(chosen) - set(jobs):
         print(f"Not counted: {job.name}. `make targets` installs its compiler.")
@@ -169,15 +186,13 @@ def targets_suite(row: targets.Row, arguments: argparse.Namespace, tick: Any) ->
         with workers([BASELINE], "cpu", python) as found:
             for job in jobs:
                 options = {"row": row.name, "rehearse": arguments.rehearse}
-                answers[job.name] = found[BASELINE].ask("target", **options, **vars(job))
+                answers[job.name] = found[BASELINE].ask(do, **options, **vars(job))
                 tick()
 
-    # A compiler takes more than a core at times, and 2 GB.
-    together = min(2, os.cpu_count() or 1)
-    jobs_of: dict[str, list[targets.Job]] = collections.defaultdict(list)
+    of_python: dict[str, list[targets.Job]] = collections.defaultdict(list)
     for job in jobs:
-        jobs_of[targets.python_of(job)].append(job)
-    parts = [(python, of[i::together]) for python, of in jobs_of.items() for i in range(together)]
+        of_python[targets.python_of(job)].append(job)
+    parts = [(python, of[i::together]) for python, of in of_python.items() for i in range(together)]
     with futures.ThreadPoolExecutor(together) as pool:
         list(pool.map(count, parts))
     return {"recipes": {job.name: answers[job.name] for job in jobs}}
@@ -275,6 +290,8 @@ SUITES = {
     "wire": wire_suite,
     "programs": programs_suite,
     "targets": targets_suite,
+    # Compile and trace times are told: one job at a time.
+    "families": functools.partial(targets_suite, do="family", jobs_of=families.jobs, together=1),
     "gpu": timed_suite,
     "cpu": cpu_suite,
 }
@@ -325,7 +342,7 @@ def main() -> None:
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
             title = workload.title
-            if arguments.suite not in ("wire", "programs", "targets"):
+            if arguments.suite not in COUNTED_ROWS:
                 title = workloads.find(workload.name, arguments.rehearse).title
             kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.

@@ -77,6 +77,14 @@ class Worker:
 
         return targets.counted(row, targets.Job(**job), small=rehearse)
 
+    def family(self, row: str, rehearse: bool, **job: Any) -> dict[str, Any]:
+        """Counts a model that no rule was tuned on, by hand and under autocast."""
+        from benchmarks import families
+        from benchmarks.targets import Job
+
+        with jax.numpy_rank_promotion("allow"):  # they broadcast as users' models do
+            return families.counted(row, Job(**job), small=rehearse)
+
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
         found = workloads.find(workload, rehearse)

@@ -14,6 +14,7 @@ import re
 
 from benchmarks.pages import (  # noqa: F401 (they register)
     examples,
+    families,
     gallery,
     measured,
     planner,

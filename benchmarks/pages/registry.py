@@ -54,6 +54,9 @@ SOURCES = {
     "targets": Source(
         "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
     ),
+    "families": Source(
+        "results/benchmarks/families.json", "python -m benchmarks.run --suite families"
+    ),
     "published": Source("results/benchmarks/public_models", "make public-models"),
     "checks": Source("results/benchmarks/checks.json", "python -m benchmarks.run --suite checks"),
     "cpu": Source("results/benchmarks/cpu.json", "python -m benchmarks.run --suite cpu"),

@@ -302,6 +302,23 @@ def test_a_rehearsal_of_the_targets_writes_what_their_page_reads(h200, results_o
     assert ratios() == ["–", "–"]
 
 
+@pytest.mark.full
+def test_a_rehearsal_of_the_families_writes_what_their_page_reads(h200, results_of, monkeypatch):
+    monkeypatch.setattr(targets, "_python", lambda *_: None)  # no other compiler
+    results = results_of("families", "score-matching", "--rehearse", "--machines", "h200")
+    counted = results["workloads"]["score-matching"]["recipes"]
+    depths = [f"h200 float16 {layers} layers" for layers in (2, 6, 12)]
+    errors = [f"h200 {half} gradient error" for half in ("float16", "bfloat16")]
+    assert [*counted] == [*depths, *errors]
+    assert {"trace_seconds", "compile_seconds"} <= counted[depths[0]]["autocast"].keys()
+    assert all(0 < counted[name][way]["error"] < 0.1 for name in errors for way in counted[name])
+    by_hand, ours = (counted[depths[2]][way]["bytes_moved"] for way in ("by hand", "autocast"))
+    assert FIGURES["families/count"](results) == "1"
+    assert f"/ {ours / by_hand:.3f}" in FIGURES["families/table"](results)
+    counted[depths[2]] = {"error": "does not compile"}
+    assert "/ –" in FIGURES["families/table"](results)
+
+
 def test_every_target_is_counted_in_every_way_under_a_name_of_its_own():
     for row in targets.ROWS:
         names = [job.name for job in row.jobs()]
