@@ -47,17 +47,9 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-# Without a device, under names of their own.
-COUNTED_ROWS: dict[str, tuple[Any, ...]] = {
-    "wire": wire.CASES,
-    "programs": programs.GROUPS,
-    "targets": targets.ROWS,
-    "families": tuple(families.FAMILIES),
-}
-COUNTING = ("compiled", "checks", *COUNTED_ROWS)  # without a device
-NAMES = [
-    row.name for row in (*WORKLOADS, *UPDATES, *(row for of in COUNTED_ROWS.values() for row in of))
-]
+COUNTING = ("compiled", "checks", "wire", "programs", "targets", "families")  # without a device
+ROWS = (*WORKLOADS, *UPDATES, *wire.CASES, *programs.GROUPS, *targets.ROWS, *families.FAMILIES)
+NAMES = [row.name for row in ROWS]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,7 +85,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rows_of(suite: str) -> tuple[Any, ...]:
-    return COUNTED_ROWS.get(suite, (*WORKLOADS, *UPDATES))
+    others = {"wire": wire.CASES, "programs": programs.GROUPS, "targets": targets.ROWS}
+    others["families"] = tuple(families.FAMILIES)
+    return others.get(suite, (*WORKLOADS, *UPDATES))
 
 
 def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
@@ -342,7 +336,7 @@ def main() -> None:
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
             title = workload.title
-            if arguments.suite not in COUNTED_ROWS:
+            if arguments.suite in ("compiled", "checks", "gpu", "cpu"):
                 title = workloads.find(workload.name, arguments.rehearse).title
             kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.

@@ -25,10 +25,6 @@ MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
     "forces": "values of the first derivative are float32, which keeps digits that half loses",
-    "physics": (
-        "the constant direction of a derivative counts as a table of data, whose product is "
-        "float32; with the direction as an argument the ratio is near one"
-    ),
     "gru": (
         "the state of the loop is float32, and what the backward pass reads of each turn is "
         "copied once more, to add up the gradient of the weights in float32"
@@ -42,7 +38,10 @@ CAUSES = {  # of those over a bound
     "gradient-penalty": (
         "a kernel is cast after it was reversed, so that XLA finds no backward convolution of cuDNN"
     ),
-    "dlrm": "the derivative of a lookup is added up in float32, also if the places are constant",
+    "dlrm": (
+        "the derivative of a lookup is added up in float32: `jnp.triu_indices` computes the places "
+        "in the program; if NumPy computes them the ratio is one"
+    ),
     "message-passing": LOOKUPS,
     "crossed": LOOKUPS,
     "vq-vae": LOOKUPS + ": here of resizing by the nearest number",

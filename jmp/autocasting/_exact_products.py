@@ -10,7 +10,8 @@ compute these in float32, and so does autocast:
   an expert by `tril @ one_hot`.
 - A product of a matrix made of constants with an input transforms data: a Fourier transform, a
   filterbank, an interpolation. One made from integer inputs does not, nor one of the answers
-  what is equal: `one_hot(tokens) @ table` looks rows up, and stays half.
+  what is equal: `one_hot(tokens) @ table` looks rows up, and stays half. Nor does one number put
+  among zeros, where the derivative of one output begins.
 - A product of inputs whose result reaches `sin`, `cos`, `floor` or another function that wraps
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
@@ -73,6 +74,8 @@ def provenance_of_results(
         # The result of a NumPy array counts as a product's; see `why_exact`.
         has_table = ValueProvenance.TABLES in (value.provenance for value in operands)
         return found if is_exact and not has_table else ValueProvenance.PRODUCTS
+    if rule.joins and _is_one_among_zeros(operands):
+        return max(found, ValueProvenance.CHOICES)
     if _jax_compat.holds_functions(equation):
         return max(found, _made_inside(equation))
     if rule.draws_bits or rule == NO_RULE:
@@ -82,6 +85,17 @@ def provenance_of_results(
     is_moved = rule.moves or rule.casts
     # A function of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
     return ValueProvenance.CONSTANTS if found is ValueProvenance.CHOICES and not is_moved else found
+
+
+def _is_one_among_zeros(operands: Sequence[Value]) -> bool:
+    """Returns whether arrays put together are zeros and one number, so that they choose columns.
+
+    So begins the derivative of one output of several, as of an energy, and so does the direction
+    of a derivative by one coordinate. The product of such an array and a weight takes columns out
+    of it, as one-hot rows do.
+    """
+    arrays = [value for value in operands if is_inexact(value)]
+    return all(x.source_size == 1 for x in arrays) and any(x.constant == 0 for x in arrays)
 
 
 def _made_inside(equation: JaxprEqn) -> ValueProvenance:

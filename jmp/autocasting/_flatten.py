@@ -5,6 +5,7 @@ through the many small ones of `jax.numpy`; dead code is left behind. Whatever r
 (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
+from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, provenance_of_results, why_exact
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
@@ -146,6 +148,9 @@ class _Flattening:
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := why_exact(operands):
                 rule = Rule(Category.FULL, why)
+        elif rule.sums_backward and equation.primitive.name == "gather":
+            if looks_up_once(equation, operands):
+                rule = dataclasses.replace(rule, sums_backward=False, reason="moves data")
         known = _known_result(equation, rule, operands, settings.compute_dtype)
         known = known._replace(provenance=provenance_of_results(equation, rule, operands))
         place, stays = len(self.nodes), is_marker(equation)

@@ -66,10 +66,6 @@ def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
     return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
 
 
-def _is_lookup(node: Node | None) -> bool:
-    return node is not None and node.rule.looks_up and node.outputs[0].size > node.inputs[0].size
-
-
 def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
     """Decides if an island is computed again, from its reductions and its largest value.
 
@@ -79,19 +75,19 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     # Each order of derivatives would compute again what is part of one.
     if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
         return False
-    # An island that is computed again keeps what it reads. XLA would write looked-up rows for it,
-    # which it otherwise looks up in each reader: two layers of a graph network move 65 % more.
-    if asked == "all" and not any(_is_lookup(value.producer) for value in entering(nodes)):
-        return True
+    reduces_rows = any(node.rule.reduces and is_row_reduction(node) for node in nodes)
+    if asked == "all":
+        # An island that is computed again keeps what it reads. XLA would write looked-up rows for
+        # it, which it otherwise looks up in each reader: a graph network moves 65 % more.
+        producers = (value.producer for value in entering(nodes))
+        return reduces_rows or not any(node and node.rule.looks_up for node in producers)
     if asked == "none" or largest < SMALL:
         return False
     sums = [node for node in nodes if node.name == "reduce_sum"]
     if not cuts.isdisjoint(nodes):
         over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
         return not over_batch
-    if any(node.rule.reduces and is_row_reduction(node) for node in nodes):
-        return True
-    return any(
+    return reduces_rows or any(
         node.rule.expensive and any(times * v.size >= SMALL for v in node.outputs) for node in nodes
     )
 

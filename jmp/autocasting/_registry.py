@@ -78,7 +78,7 @@ class Rule:
     # between two casts, which cost nothing inside a fusion.
     sums_backward: bool = False
     cheap: bool = False  # an island computes it again rather than read its result from memory
-    # What its result is, of the numbers of its first operand:
+    # Its result has of the numbers of its first operand:
     reshapes: bool = False  # the same in the same order (reshape)
     permutes: bool = False  # the same in another order (transpose)
     repeats: bool = False  # each several times (broadcast_in_dim)
@@ -86,6 +86,7 @@ class Rule:
     looks_up: bool = False  # some of them; its other operands say which (gather)
     writes: bool = False  # all, but for some from an operand; integers say where (scatter)
     sends: bool = False  # the same, on other devices (all_gather)
+    joins: bool = False  # all, and some of another operand beside or among them (pad, scatter)
     rearranges: bool = False  # numbers of all its operands, arranged in another way (concatenate)
     sums_devices: bool = False  # it adds up what devices hold (psum)
     linear: bool = False  # it adds or subtracts

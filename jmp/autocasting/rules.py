@@ -55,7 +55,7 @@ FULL = {
     "cumsum cumprod cumlogsumexp reduce_window_sum reduce": (ACCUMULATES, "sums"),
     "scatter-add scatter-sub scatter-mul scatter_add scatter_sub scatter_mul": (
         ACCUMULATES,
-        "sums",
+        "sums joins",
     ),
     "reduce_window select_and_scatter_add select_and_gather_add": (ACCUMULATES, ""),
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter": (
@@ -86,11 +86,11 @@ WIDEST = {
     "eq ne lt le gt ge": (ONE_DTYPE, "fusible elementwise compares cheap"),
     "select_n": (ONE_DTYPE, "fusible masks cheap keeps_range rearranges"),
     "clamp": (ONE_DTYPE, "fusible"),
-    "concatenate": (MOVES, "fusible masks keeps_range rearranges"),
-    "pad": (MOVES, "fusible rearranges"),
+    "concatenate": (MOVES, "fusible masks keeps_range joins rearranges"),
+    "pad": (MOVES, "fusible joins rearranges"),
     "dynamic_update_slice scatter": (
         "writes into an operand of the same dtype",
-        "rearranges writes",
+        "joins rearranges writes",
     ),
     "scatter-min scatter-max scatter_min scatter_max": (
         "exact; its derivative counts ties, so it runs in float32 between two casts",

@@ -166,3 +166,19 @@ def a_table_that_a_loop_makes(x, w):
     rows = jnp.arange(128.0)[:, None]
     turn = lambda i, table: jnp.where(rows < i, table, jnp.cos(rows * table + i))
     return (x @ lax.fori_loop(0, 3, turn, jnp.ones((128, 128)))) @ w
+
+
+@planned(X, W)
+def derivatives_of_one_output(x, w):
+    """One number among zeros is no table: where forces begin, and the direction of a derivative."""
+    outputs = lambda x: jnp.tanh(x @ w) @ w
+    direction = jnp.zeros_like(x).at[:, 0].set(1)
+    along = jax.jvp(outputs, (x,), (direction,))[1]
+    return along, jax.grad(lambda x: outputs(x)[:, 0].mean())(x)
+
+
+@planned(X, W)
+def sums_of_blocks(x, w):
+    """Two numbers put together are a table."""
+    sums = jnp.concatenate([jnp.ones((64, 128)), jnp.full((64, 128), 2.0)])
+    return (x @ sums) @ w

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
+from jmp.autocasting._constants import is_identity, is_pointwise, keeps_places
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 
@@ -53,26 +54,6 @@ def axes_repeated_to(axes: Axes, value: Value) -> Axes:
 
 
 # How a node treats the numbers of an operand.
-
-
-def is_identity(node: Node) -> bool:
-    """Returns whether a node and its derivative are the identity: a name, a cast to its dtype."""
-    if node.name == "convert_element_type":
-        return node.inputs[0].dtype == node.outputs[0].dtype
-    moves = node.name == "transpose" or node.name == "rev"
-    return node.rule.permutes and not moves and node.name != "stop_gradient"
-
-
-def keeps_places(node: Node) -> bool:
-    """Returns whether a node's result has the numbers of its operand, in their places."""
-    return is_identity(node) or node.name == "stop_gradient"
-
-
-def is_pointwise(node: Node) -> bool:
-    """Returns whether each number of the result is computed from the numbers in its place."""
-    rule, rank = node.rule, len(shape_of(node.outputs[0]))
-    is_one_by_one = rule.fusible and (rule.cheap or rule.elementwise)
-    return is_one_by_one and all(len(shape_of(value)) in (rank, 0) for value in node.inputs)
 
 
 def moves_axes(node: Node) -> bool:

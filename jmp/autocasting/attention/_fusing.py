@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp.autocasting._constants import constant_of
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
@@ -29,7 +30,6 @@ from jmp.autocasting._steps import (
 )
 from jmp.autocasting.attention import _cudnn, _pallas
 from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
-from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._kernels import Booleans, KernelForm, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,

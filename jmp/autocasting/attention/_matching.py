@@ -8,6 +8,7 @@ compared by their labels (`_axes`), so they may come in any order, and heads may
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from jmp.autocasting._constants import constant_of
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting.attention._axes import (
@@ -23,7 +24,6 @@ from jmp.autocasting.attention._axes import (
     own_axes,
     source_of,
 )
-from jmp.autocasting.attention._constants import constant_of
 
 # The largest number that a mask may put in place of a score: beside any score that is left its
 # exponential is zero.

@@ -1,0 +1,212 @@
+"""The numbers of values that depend on no argument of the program: causal masks, rows looked up.
+
+They are computed when the program is planned. Along an axis on which a value only repeats they have
+length one, so that the mask of a batch is no larger than the mask of one example.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jmp import _jax_compat
+from jmp.autocasting._graph import Node, Value, reached, root, source_through
+from jmp.autocasting._numbers import LOOKED_AT, has_symbols, shape_of, size_of
+
+# Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
+# which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.
+LARGEST = 1 << 26
+
+Numbers = np.ndarray[Any, Any]
+
+# Most masks and indices are made of these. NumPy computes the same numbers at once; JAX would
+# compile each operation, for the default device.
+BY_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.bitwise_not,
+    "select_n": lambda which, first, second: np.where(which, second, first),
+}
+MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
+    "iota": lambda node: _counted_along(shape_of(node.outputs[0]), node.params["dimension"]),
+    "concatenate": lambda node, *parts: np.concatenate(parts, node.params["dimension"]),
+    "convert_element_type": lambda _, operand: operand,
+}
+
+
+def constant_of(value: Value, *, at_once: bool = False) -> Numbers | None:
+    """Returns the numbers of a value; None if they depend on an argument, or are too many.
+
+    Args:
+      at_once: also None if NumPy does not compute them, so that nothing is compiled.
+
+    Returns: an array of the value's rank. Its axes have the value's lengths, or length one if the
+      value repeats along them.
+    """
+
+    def computed_operands(value: Value) -> list[Value]:
+        inputs = () if value.producer is None else value.producer.inputs
+        return [operand.origin for operand in inputs if _held(operand) is None]
+
+    if _held(value) is None:
+        # Nothing is computed to find out whether everything can be.
+        is_known = _is_quick if at_once else _is_computable
+        if not all(map(is_known, reached([value.origin], computed_operands))):
+            return None
+    return _computed(value, {})
+
+
+def _held(value: Value) -> Any:
+    """Returns the numbers of a value that the program holds; None if it has to compute them."""
+    value = value.origin
+    return value.known.array if value.literal is None else value.literal
+
+
+def _is_computable(value: Value) -> bool:
+    """Returns whether a value is no argument, and its node depends on its operands only."""
+    node = value.producer
+    if node is None or len(node.outputs) != 1 or node.equation.effects or node.rule.draws_bits:
+        return False
+    return not node.holds_functions
+
+
+def _is_quick(value: Value) -> bool:
+    """Returns whether NumPy computes a value from its operands."""
+    node = value.producer
+    is_known = node is not None and (node.name in BY_NUMPY or node.name in MOVED_BY_NUMPY)
+    return node is not None and (is_known or node.rule.repeats)
+
+
+def _computed(value: Value, found: dict[Node, Numbers | None]) -> Numbers | None:
+    held, node = _held(value), value.origin.producer
+    if held is not None:
+        return np.asarray(held, value.dtype)
+    if node is None:
+        return None
+    if node not in found:
+        operands = [_computed(operand, found) for operand in node.inputs]
+        known = [numbers for numbers in operands if numbers is not None]
+        found[node] = _result_of(node, known) if len(known) == len(operands) else None
+    return found[node]
+
+
+def _result_of(node: Node, operands: list[Numbers]) -> Numbers | None:
+    shape = shape_of(node.outputs[0])
+    if node.rule.repeats:
+        (numbers,), places = operands, node.params["broadcast_dimensions"]
+        lengths = dict(zip(places, numbers.shape, strict=True))
+        return numbers.reshape([lengths.get(place, 1) for place in range(len(shape))])
+    if node.name == "transpose":
+        return operands[0].transpose(node.params["permutation"])
+    if keeps_places(node):
+        return operands[0]
+    if is_pointwise(node):
+        shape = np.broadcast_shapes(*(x.shape for x in operands))
+        operands = [np.broadcast_to(x, shape) if x.ndim else x for x in operands]
+    else:
+        shapes = list(map(shape_of, node.inputs))
+        if any(map(has_symbols, (shape, *shapes))):
+            return None
+        operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes, strict=True)]
+    if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
+        return None
+    if (found := _by_numpy(node, operands)) is not None:
+        return found.astype(node.outputs[0].dtype)
+    try:
+        with jax.ensure_compile_time_eval():
+            (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
+            return np.asarray(result)
+    except Exception:  # it needs something that is not there yet, such as the axes of a mesh
+        return None
+
+
+def is_identity(node: Node) -> bool:
+    """Returns whether a node and its derivative are the identity: a name, a cast to its dtype."""
+    if node.name == "convert_element_type":
+        return node.inputs[0].dtype == node.outputs[0].dtype
+    moves = node.name == "transpose" or node.name == "rev"
+    return node.rule.permutes and not moves and node.name != "stop_gradient"
+
+
+def keeps_places(node: Node) -> bool:
+    """Returns whether a node's result has the numbers of its operand, in their places."""
+    return is_identity(node) or node.name == "stop_gradient"
+
+
+def is_pointwise(node: Node) -> bool:
+    """Returns whether each number of the result is computed from the numbers in its place."""
+    rule, rank = node.rule, len(shape_of(node.outputs[0]))
+    is_one_by_one = rule.fusible and (rule.cheap or rule.elementwise)
+    return is_one_by_one and all(len(shape_of(value)) in (rank, 0) for value in node.inputs)
+
+
+def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
+    kinds = {np.dtype(node.outputs[0].dtype).kind, *(x.dtype.kind for x in operands)}
+    if node.name in MOVED_BY_NUMPY and kinds <= {*"biu"}:  # booleans and integers
+        return MOVED_BY_NUMPY[node.name](node, *operands)
+    is_one_of_two = node.name != "select_n" or (len(operands) == 3 and operands[0].dtype == bool)
+    if node.name in BY_NUMPY and kinds <= {*"biuf"} and is_one_of_two:
+        return np.asarray(BY_NUMPY[node.name](*operands))
+    return None
+
+
+def _counted_along(shape: tuple[int, ...], axis: int) -> Numbers:
+    return np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+# Lookups.
+
+
+def looks_up_once(equation: JaxprEqn, operands: Sequence[Value]) -> bool:
+    """Returns whether a gather takes each number once at most, as its indices show.
+
+    They are constants that differ, as of a triangle of a matrix, or the order that a sort gives.
+    """
+    table, indices = operands
+    params, shapes = equation.params, (shape_of(table), shape_of(indices))
+    axes = params["dimension_numbers"].start_index_map
+    if params["dimension_numbers"].operand_batching_dims:  # an element of each row
+        return False
+    if any(map(has_symbols, shapes)) or any(params["slice_sizes"][axis] != 1 for axis in axes):
+        return False
+    if _is_order(indices):
+        return size_of(shapes[1]) <= shapes[0][axes[0]]
+    numbers = constant_of(indices, at_once=True) if size_of(shapes[1]) <= LOOKED_AT else None
+    if numbers is None:
+        return False
+    places = np.broadcast_to(numbers, shapes[1]).reshape(-1, len(axes))
+    lengths = [shapes[0][axis] for axis in axes]
+    if np.any(places < 0) or np.any(places >= lengths):
+        return False  # what lies beyond the end may be taken for the last one
+    return len(np.unique(np.ravel_multi_index(tuple(places.T), lengths))) == len(places)
+
+
+def _is_order(indices: Value) -> bool:
+    """Returns whether indices are of what `jnp.argsort` returns for an array of one axis."""
+
+    def repeats_nothing(node: Node) -> bool:
+        return node.rule.moves and node.outputs[0].size <= node.inputs[0].size
+
+    places = source_through(indices, repeats_nothing)
+    wrapped = places.producer
+    if wrapped is not None and wrapped.name == "select_n":  # JAX counts negative ones from the end
+        places = source_through(wrapped.inputs[1], repeats_nothing)
+    node = places.producer
+    if node is None or node.name != "sort" or len(shape_of(places)) != 1:
+        return False
+    counted = root(node.inputs[node.outputs.index(places)]).producer
+    return counted is not None and counted.name == "iota"
