@@ -121,7 +121,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 STATM = pathlib.Path("/proc/self/statm")  # of Linux: pages of memory, in all and in use
-MUCH, TOO_MUCH = 1.0e9, 1.35e9  # bytes, at the end of a file and inside of one
+MUCH, TOO_MUCH = 1.0e9, 1.3e9  # bytes, at the end of a file and inside of one
 
 
 def pytest_collection_finish():

@@ -5,7 +5,6 @@ through the many small ones of `jax.numpy`; dead code is left behind. Whatever r
 (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -150,7 +149,8 @@ class _Flattening:
                 rule = Rule(Category.FULL, why)
         elif rule.sums_backward and equation.primitive.name == "gather":
             if looks_up_once(equation, operands):
-                rule = dataclasses.replace(rule, sums_backward=False, reason="moves data")
+                equation = equation.replace(params={**equation.params, "unique_indices": True})
+                rule = rule_of(equation, settings)
         known = _known_result(equation, rule, operands, settings.compute_dtype)
         known = known._replace(provenance=provenance_of_results(equation, rule, operands))
         place, stays = len(self.nodes), is_marker(equation)

@@ -109,7 +109,7 @@ def test_every_product_half_and_the_gradient_right(model, half):
 @each_model
 def test_nothing_adds_up_in_half(model):
     for equation in equations(under_autocast(model, "float16").jaxpr.jaxpr):
-        if equation.primitive.name in SUMS:
+        if equation.primitive.name in SUMS and not equation.params.get("unique_indices"):
             assert equation.outvars[0].aval.dtype != jnp.float16, equation
 
 
