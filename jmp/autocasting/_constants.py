@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node, Value, reached, root, source_through
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import LOOKED_AT, has_symbols, shape_of, size_of
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
@@ -60,19 +60,25 @@ def constant_of(value: Value, *, at_once: bool = False) -> Numbers | None:
 
     def computed_operands(value: Value) -> list[Value]:
         inputs = () if value.producer is None else value.producer.inputs
-        return [operand.origin for operand in inputs if _held(operand) is None]
+        return [_outside(operand) for operand in inputs if _held(operand) is None]
 
     if _held(value) is None:
         # Nothing is computed to find out whether everything can be.
         is_known = _is_quick if at_once else _is_computable
-        if not all(map(is_known, reached([value.origin], computed_operands))):
+        if not all(map(is_known, reached([_outside(value)], computed_operands))):
             return None
     return _computed(value, {})
 
 
+def _outside(value: Value) -> Value:
+    """Returns what a value is where it comes from; itself if that is a part, as in a shard_map."""
+    return value.origin if shape_of(value.origin) == shape_of(value) else value
+
+
 def _held(value: Value) -> Any:
     """Returns the numbers of a value that the program holds; None if it has to compute them."""
-    value = value.origin
+    if (value := _outside(value)).outside is not None:
+        return None
     return value.known.array if value.literal is None else value.literal
 
 
@@ -92,7 +98,7 @@ def _is_quick(value: Value) -> bool:
 
 
 def _computed(value: Value, found: dict[Node, Numbers | None]) -> Numbers | None:
-    held, node = _held(value), value.origin.producer
+    held, node = _held(value), _outside(value).producer
     if held is not None:
         return np.asarray(held, value.dtype)
     if node is None:
@@ -160,7 +166,8 @@ def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
         return MOVED_BY_NUMPY[node.name](node, *operands)
     is_one_of_two = node.name != "select_n" or (len(operands) == 3 and operands[0].dtype == bool)
     if node.name in BY_NUMPY and kinds <= {*"biuf"} and is_one_of_two:
-        return np.asarray(BY_NUMPY[node.name](*operands))
+        with np.errstate(all="ignore"):  # infinities are as good as other numbers
+            return np.asarray(BY_NUMPY[node.name](*operands))
     return None
 
 
@@ -172,19 +179,17 @@ def _counted_along(shape: tuple[int, ...], axis: int) -> Numbers:
 
 
 def looks_up_once(equation: JaxprEqn, operands: Sequence[Value]) -> bool:
-    """Returns whether a gather takes each number once at most, as its indices show.
+    """Returns whether a gather takes each number once at most: constant indices that differ.
 
-    They are constants that differ, as of a triangle of a matrix, or the order that a sort gives.
+    These are, for instance, NumPy's of a triangle, or `jnp.arange`. A sort's are not looked at.
     """
     table, indices = operands
     params, shapes = equation.params, (shape_of(table), shape_of(indices))
     axes = params["dimension_numbers"].start_index_map
-    if params["dimension_numbers"].operand_batching_dims:  # an element of each row
+    if not axes or params["dimension_numbers"].operand_batching_dims:  # an element of each row
         return False
     if any(map(has_symbols, shapes)) or any(params["slice_sizes"][axis] != 1 for axis in axes):
         return False
-    if _is_order(indices):
-        return size_of(shapes[1]) <= shapes[0][axes[0]]
     numbers = constant_of(indices, at_once=True) if size_of(shapes[1]) <= LOOKED_AT else None
     if numbers is None:
         return False
@@ -193,20 +198,3 @@ def looks_up_once(equation: JaxprEqn, operands: Sequence[Value]) -> bool:
     if np.any(places < 0) or np.any(places >= lengths):
         return False  # what lies beyond the end may be taken for the last one
     return len(np.unique(np.ravel_multi_index(tuple(places.T), lengths))) == len(places)
-
-
-def _is_order(indices: Value) -> bool:
-    """Returns whether indices are of what `jnp.argsort` returns for an array of one axis."""
-
-    def repeats_nothing(node: Node) -> bool:
-        return node.rule.moves and node.outputs[0].size <= node.inputs[0].size
-
-    places = source_through(indices, repeats_nothing)
-    wrapped = places.producer
-    if wrapped is not None and wrapped.name == "select_n":  # JAX counts negative ones from the end
-        places = source_through(wrapped.inputs[1], repeats_nothing)
-    node = places.producer
-    if node is None or node.name != "sort" or len(shape_of(places)) != 1:
-        return False
-    counted = root(node.inputs[node.outputs.index(places)]).producer
-    return counted is not None and counted.name == "iota"

@@ -10,8 +10,8 @@ compute these in float32, and so does autocast:
   an expert by `tril @ one_hot`.
 - A product of a matrix made of constants with an input transforms data: a Fourier transform, a
   filterbank, an interpolation. One made from integer inputs does not, nor one of the answers
-  what is equal: `one_hot(tokens) @ table` looks rows up, and stays half. Nor does one number put
-  among zeros, where the derivative of one output begins.
+  what is equal: `one_hot(tokens) @ table` looks rows up, and stays half. Nor do ones in
+  one column of zeros, where the derivative of one output begins.
 - A product of inputs whose result reaches `sin`, `cos`, `floor` or another function that wraps
   gives angles or coordinates: Fourier features. Not those behind another product, such as the
   hidden layers of a network with sines: by hand these are half as well.
@@ -30,7 +30,14 @@ from jmp import _jax_compat
 from jmp.autocasting._facts import is_low_node, reaching, reaching_inside
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
-from jmp.autocasting._numbers import ValueProvenance, dtype_of, is_inexact, provenance_of_array
+from jmp.autocasting._numbers import (
+    ValueProvenance,
+    dtype_of,
+    is_inexact,
+    provenance_of_array,
+    shape_of,
+    size_of,
+)
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import NO_RULE, Category, Rule, is_low, rule_for
 
@@ -41,7 +48,7 @@ WHY_ANGLE = "its result goes to a function that wraps, such as sin: large angles
 WHY_EXACT = (WHY_COUNTS, WHY_TABLE, WHY_ANGLE)
 
 
-def why_exact(operands: Sequence[Value]) -> str:
+def why_exact(equation: JaxprEqn, operands: Sequence[Value]) -> str:
     """Returns why a product of these is computed in float32, whatever reads it; "" if it need not.
 
     NumPy arrays might be weights: a network of these would be float32 as a whole, if they counted
@@ -54,12 +61,34 @@ def why_exact(operands: Sequence[Value]) -> str:
     is_table = any(
         value.provenance in (ValueProvenance.CONSTANTS, ValueProvenance.TABLES)
         and value.constant is None
-        for value in operands[:2]
+        and not _chooses_columns(equation, side, value)
+        for side, value in enumerate(operands[:2])
     )
     # Choices and integers look rows up, in a NumPy array too.
     looks_up = not {ValueProvenance.CHOICES, ValueProvenance.INTEGERS}.isdisjoint(provenance)
     is_data = max(provenance) <= ValueProvenance.INPUTS and not looks_up
     return WHY_TABLE if is_table and is_data else ""
+
+
+def _chooses_columns(equation: JaxprEqn, side: int, value: Value) -> bool:
+    """Returns whether an operand is ones among zeros, at one place of the axis that is added up.
+
+    So begins the derivative of one output of several, as of an energy, and so does the direction
+    of a derivative by one coordinate. The product with a weight takes a column out of it, as that
+    with one-hot rows does. Ones at several places add up data, which may be a table's work.
+    """
+    node = value.producer
+    if node is None or not node.rule.joins or equation.primitive.name != "dot_general":
+        return False
+    arrays = list(filter(is_inexact, node.inputs))
+    ones = [x for x in arrays if x.constant != 0]
+    axes = equation.params["dimension_numbers"][0][side]
+    if len(ones) != 1 or abs(ones[0].constant or 0.0) != 1 or len(arrays) < 2 or len(axes) != 1:
+        return False
+    numbers, shape = node.params.get("dimension_numbers"), shape_of(ones[0])
+    if numbers is None:  # of a scatter they say where
+        return len(shape) == len(shape_of(value)) and shape[axes[0]] == 1
+    return axes[0] in numbers.inserted_window_dims and size_of(shape_of(node.inputs[1])) == 1
 
 
 def provenance_of_results(
@@ -70,12 +99,10 @@ def provenance_of_results(
     if found is ValueProvenance.PRODUCTS:
         return found
     if is_low(equation):
-        is_exact = rule.category is Category.FULL and why_exact(operands)
+        is_exact = rule.category is Category.FULL and why_exact(equation, operands)
         # The result of a NumPy array counts as a product's; see `why_exact`.
         has_table = ValueProvenance.TABLES in (value.provenance for value in operands)
         return found if is_exact and not has_table else ValueProvenance.PRODUCTS
-    if rule.joins and _is_one_among_zeros(operands):
-        return max(found, ValueProvenance.CHOICES)
     if _jax_compat.holds_functions(equation):
         return max(found, _made_inside(equation))
     if rule.draws_bits or rule == NO_RULE:
@@ -85,17 +112,6 @@ def provenance_of_results(
     is_moved = rule.moves or rule.casts
     # A function of choices is a matrix of numbers again, such as `eye(n) - 1 / n`.
     return ValueProvenance.CONSTANTS if found is ValueProvenance.CHOICES and not is_moved else found
-
-
-def _is_one_among_zeros(operands: Sequence[Value]) -> bool:
-    """Returns whether arrays put together are zeros and one number, so that they choose columns.
-
-    So begins the derivative of one output of several, as of an energy, and so does the direction
-    of a derivative by one coordinate. The product of such an array and a weight takes columns out
-    of it, as one-hot rows do.
-    """
-    arrays = [value for value in operands if is_inexact(value)]
-    return all(x.source_size == 1 for x in arrays) and any(x.constant == 0 for x in arrays)
 
 
 def _made_inside(equation: JaxprEqn) -> ValueProvenance:

@@ -145,7 +145,7 @@ class _Flattening:
         settings, scope = self._request.settings, self._scope + stack
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
-            if why := why_exact(operands):
+            if why := why_exact(equation, operands):
                 rule = Rule(Category.FULL, why)
         elif rule.sums_backward and equation.primitive.name == "gather":
             if looks_up_once(equation, operands):

@@ -76,20 +76,20 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
         return False
     reduces_rows = any(node.rule.reduces and is_row_reduction(node) for node in nodes)
+    expensive = [node for node in nodes if node.rule.expensive]
     if asked == "all":
         # An island that is computed again keeps what it reads. XLA would write looked-up rows for
         # it, which it otherwise looks up in each reader: a graph network moves 65 % more.
         producers = (value.producer for value in entering(nodes))
-        return reduces_rows or not any(node and node.rule.looks_up for node in producers)
+        reads_rows = any(node and node.rule.looks_up for node in producers)
+        return reduces_rows or bool(expensive) or not reads_rows
     if asked == "none" or largest < SMALL:
         return False
     sums = [node for node in nodes if node.name == "reduce_sum"]
     if not cuts.isdisjoint(nodes):
         over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
         return not over_batch
-    return reduces_rows or any(
-        node.rule.expensive and any(times * v.size >= SMALL for v in node.outputs) for node in nodes
-    )
+    return reduces_rows or any(times * v.size >= SMALL for x in expensive for v in x.outputs)
 
 
 def entering(nodes: Sequence[Node]) -> list[Value]:
