@@ -118,7 +118,8 @@ class Level:
         self.storage.store(node.outputs, stores)
         plans = [plan for plan in insides if isinstance(plan, Plan)]
         for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
-            self.storage.bound([value], [hull([i.magnitude for i in infos if i.magnitude])])
+            if found := [info.magnitude for info in infos if info.magnitude is not None]:
+                self.storage.bound([value], [hull(found)])
         return Nested(node, tuple(insides), tuple(map(Read, node.inputs, dtypes)), tuple(stores))
 
 
