@@ -17,7 +17,7 @@ from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import LOOKED_AT, has_symbols, shape_of, size_of
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
-# which takes 2 s and 0.8 GB on two cores; one over 4096, 0.25 s.
+# which NumPy computes in 0.3 s; one over 4096 tokens takes 0.04 s.
 LARGEST = 1 << 26
 
 Numbers = np.ndarray[Any, Any]
@@ -93,8 +93,7 @@ def _is_computable(value: Value) -> bool:
 def _is_quick(value: Value) -> bool:
     """Returns whether NumPy computes a value from its operands."""
     node = value.producer
-    is_known = node is not None and (node.name in BY_NUMPY or node.name in MOVED_BY_NUMPY)
-    return node is not None and (is_known or node.rule.repeats)
+    return node is not None and (node.rule.repeats or node.name in {*BY_NUMPY, *MOVED_BY_NUMPY})
 
 
 def _computed(value: Value, found: dict[Node, Numbers | None]) -> Numbers | None:

@@ -73,9 +73,9 @@ def why_exact(equation: JaxprEqn, operands: Sequence[Value]) -> str:
 def _chooses_columns(equation: JaxprEqn, side: int, value: Value) -> bool:
     """Returns whether an operand is ones among zeros, at one place of the axis that is added up.
 
-    So begins the derivative of one output of several, as of an energy, and so does the direction
-    of a derivative by one coordinate. The product with a weight takes a column out of it, as that
-    with one-hot rows does. Ones at several places add up data, which may be a table's work.
+    The derivative of one output of several begins with it, such as that of an energy. It is also
+    the direction of a derivative by one coordinate. Its product with a weight is a column of the
+    weight, as a product with one-hot rows is. Ones at several places are a table: they add up data.
     """
     node = value.producer
     if node is None or not node.rule.joins or equation.primitive.name != "dot_general":
