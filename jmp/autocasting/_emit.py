@@ -8,7 +8,7 @@ not take casts out of loops: there the plan says so, see `Nested.rounding`.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ from jmp import _jax_compat
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._lowerings import as_it_is, jvp
+from jmp.autocasting._lowerings import as_it_is, jvp, with_derivative
 from jmp.autocasting._steps import (
+    Dtypes,
     Environment,
     Function,
     Fused,
@@ -134,10 +135,9 @@ def _bound(step: Nested, operands: Sequence[Any]) -> Any:
     """Returns the results of one form of a nested equation."""
     equation, kind, body = step.node.equation, kind_of(step.node.name), step.probed
     if body is not None:
-        params, function = equation.params, _as_function(body.plan)
-        shorter = equation.replace(params=dict(_jax_compat.with_length(params, body.turns)))
-        some_turns = lambda operands: kind.emit(shorter, operands, [function])
-        return run_probed(some_turns, _jax_compat.Scan.of(params), body, operands)
+        function = _as_function(body.plan)
+        run = lambda operands: kind.emit(equation, operands, [function])
+        return run_probed(run, _jax_compat.Scan.of(equation.params), body, operands)
     return kind.emit(equation, operands, list(map(_as_function, step.insides)))
 
 
@@ -212,7 +212,39 @@ def _function_of(island: Island) -> Function:
         return run_island
     kept = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
     policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
-    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=policy)
+    recomputed = partial(jax.checkpoint, prevent_cse=island.prevent_cse, policy=policy)
+    keeps = [read.kept for read in island.reads]
+    return recomputed(run_island) if not any(keeps) else _keeping(keeps, run_island, recomputed)
+
+
+def _keeping(keeps: Dtypes, run: Function, recomputed: Callable[[Function], Function]) -> Function:
+    """Returns an island that keeps some arrays in half; its derivative is that at the rounded ones.
+
+    Args:
+      keeps: the dtype of each array that is kept so, else None.
+      run: the island.
+      recomputed: makes a function that is computed again in the backward pass.
+    """
+
+    def run_island(rounded: Sequence[Any], *arrays: Any) -> list[Any]:
+        pairs = zip(arrays, rounded, keeps, strict=True)
+        return run(*(_with_value(x, value) if keep else x for x, value, keep in pairs))
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        changes: list[Any] = jvp(partial(again, cast_all(primals, keeps)), primals, tangents)[1]
+        return changes
+
+    again = recomputed(run_island)
+    return with_derivative(run, derivative)
+
+
+@jax.custom_jvp
+def _with_value(array: Any, value: Any) -> Any:
+    """Returns the value, cast; it changes as the array does, of which nothing is kept."""
+    return cast(value, array.dtype)
+
+
+_with_value.defjvp(lambda primals, tangents: (_with_value(*primals), tangents[0]))
 
 
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:
@@ -246,7 +278,7 @@ def _in_float32(value: Value, environment: Environment) -> Any:
 
 def read_value(read: Read, environment: Environment) -> Any:
     """Returns a value of a level, read as `read` says."""
-    value, dtype, shape, saturates, repeat = read
+    value, dtype, shape, saturates, repeat, _ = read
     array = environment[value] if value.literal is None else value.literal
     if dtype is None or not value.is_float32:
         return array

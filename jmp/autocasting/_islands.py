@@ -187,6 +187,24 @@ def repeated_numbers(values: Iterable[Value]) -> list[Value]:
     ]
 
 
+def kept_in_half(nodes: Sequence[Node], storage: Storage) -> set[Value]:
+    """Returns the float32 values that an elementwise island keeps in half for its recomputation.
+
+    A half product reads them too, such as the state of a GRU, and keeps them so. What is computed
+    for the loss is not rounded; the derivative is taken at rounded values, as that of the product.
+    """
+    if any(node.rule.reduces for node in nodes):  # such as a norm: its sums would be other ones
+        return set()
+    return {
+        value
+        for value in entering(nodes)
+        if value in storage.facts.dependent
+        and value.is_float32
+        and not storage.is_half(value)
+        and any(user.is_product for user in value.users)
+    }
+
+
 class Cone(NamedTuple):
     """A linear function: the nodes that compute it, and the values that enter."""
 
@@ -312,7 +330,7 @@ def _key_of(island: Island) -> Hashable:
         )
 
     return (
-        tuple((name(value), value.aval, dtype) for value, dtype, *_ in island.reads),
+        tuple((name(read.value), read.value.aval, read.dtype, read.kept) for read in island.reads),
         tuple(map(describe, island.nodes)),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         tuple((name(value), value.aval, repr(value.constant)) for value in island.numbers),

@@ -111,6 +111,7 @@ class Planner(Level):
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
         entering = _islands.entering(nodes)
         numbers = _islands.repeated_numbers(entering)
+        kept = _islands.kept_in_half(nodes, storage) if is_recomputed else set()
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
@@ -118,7 +119,11 @@ class Planner(Level):
         return Island(
             nodes=tuple(nodes),
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in entering if v not in numbers),
+            reads=tuple(
+                Read(v, storage.dtype(v), kept=self.half if v in kept else None)
+                for v in entering
+                if v not in numbers
+            ),
             writes=tuple(storage.leaving(value, own) for value in leaving),
             is_recomputed=is_recomputed,
             shares_casts=is_recomputed and _islands.normalises_rows(nodes, self.facts.cuts),

@@ -23,6 +23,7 @@ from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._steps import Function, Nested
 from jmp.autocasting._weight_sums import probed
+from jmp.dtypes import FLOAT32
 
 # The residual stream of a deep network adds up so many layers; a longer loop is one over time,
 # where small steps would be lost in half. Error of a gradient, stream in half over stream in
@@ -57,7 +58,10 @@ class ScanKind(Kind):
                 times=times, prevent_cse=False, has_gradient=has_gradient
             )
             plan = level.plan_graph(inside.graph, [*closed, *infos, *rows], goes, context)
-            stores = (*carries, *plan.stores[scan.n_carry :])
+            pairs = zip(plan.stores[scan.n_carry :], goes[scan.n_carry :], strict=True)
+            # Rows of a float32 carry that only products read behind the loop are stacked in half.
+            stacked = (level.half if goes.rounded and x == FLOAT32 else x for x, goes in pairs)
+            stores = (*carries, *stacked)
             weights = find_weights(plan, in_half, level).difference(values)
             plan = plan.storing(stores).taking_as_is(weights)
             # Constants are rounded inside, but those that have no gradient.
@@ -71,7 +75,7 @@ class ScanKind(Kind):
             rounded = weights.intersection(constants)  # before the loop
             if has_gradient and rounded and not any(map(_jax_compat.has_named_axes, node.inputs)):
                 by_turn = [v if v in rounded else None for v in constants]
-                sums = probed(plan, by_turn, values, arrays, scan.length)
+                sums = probed(plan, by_turn, values, arrays)
                 nested = nested._replace(probed=sums)
             return nested.rounding([v in rounded for v in inside.inputs], level.half)
 
