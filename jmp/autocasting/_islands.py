@@ -188,20 +188,20 @@ def repeated_numbers(values: Iterable[Value]) -> list[Value]:
 
 
 def kept_in_half(nodes: Sequence[Node], storage: Storage) -> set[Value]:
-    """Returns the float32 values that an elementwise island keeps in half for its recomputation.
+    """Returns the float32 values that an island keeps in half, to be computed again.
 
-    A half product reads them too, such as the state of a GRU, and keeps them so. What is computed
-    for the loss is not rounded; the derivative is taken at rounded values, as that of the product.
+    They are what a turn of a loop starts with and a product reads too, such as the state of a GRU:
+    what is kept of them is stacked over the turns. Results are not rounded by it. The derivative is
+    that at the rounded values, as it is of the product.
     """
-    if any(node.rule.reduces for node in nodes):  # such as a norm: its sums would be other ones
+    # The sums of a norm would be other ones, and an angle has few digits in half.
+    if any(node.rule.reduces or node.rule.wraps for node in nodes):
         return set()
     return {
         value
         for value in entering(nodes)
-        if value in storage.facts.dependent
-        and value.is_float32
-        and not storage.is_half(value)
-        and any(user.is_product for user in value.users)
+        if value.producer is None and value.is_float32 and value in storage.facts.dependent
+        if not storage.is_half(value) and any(user.is_product for user in value.users)
     }
 
 
