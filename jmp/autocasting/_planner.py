@@ -221,6 +221,8 @@ class Planner(Level):
     # Single equations, and how they read.
 
     def _neutral(self, node: Node, is_sent: bool) -> Single:
+        if not is_sent and self._is_kernel(node):
+            return self._single(node, Arithmetic.HALF)
         if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
@@ -235,6 +237,18 @@ class Planner(Level):
         stores = tuple(value.dtype for value in node.outputs)
         self.storage.store(node.outputs, stores)
         return single._replace(stores=stores, lowering=lowering)
+
+    def _is_kernel(self, node: Node) -> bool:
+        """Returns whether a node reverses or transposes a parameter for one convolution.
+
+        As a derivative of a convolution does, taken inside the loss. XLA finds those of cuDNN by a
+        kernel that is reversed, and not if a cast comes after.
+        """
+        result = node.outputs[0]
+        if not node.rule.permutes or len(result.users) != 1 or result in self.facts.kept:
+            return False
+        (reader,) = result.users
+        return result.is_float32 and reader.is_product and reader.name == "conv_general_dilated"
 
     def _wide(self, node: Node, why: str) -> Single:
         """Returns a step in half that reads parameters in float32, for the sake of gradients."""
