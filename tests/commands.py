@@ -1,9 +1,21 @@
-"""Which tests belong to `make test`, and which to `make test-all` only; `conftest.py` obeys it."""
+"""Which tests belong to `make test`, and which to `make test-all` only; `conftest.py` obeys it.
 
+And what becomes of those for which something is missing here.
+"""
+
+import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+
+
+def skip_or_fail(reason: str, variable: str) -> NoReturn:
+    """Skips, or fails where the environment says that what is missing must be there."""
+    if os.environ.get(variable) == "1":
+        pytest.fail(f"{variable}=1, but {reason}")
+    pytest.skip(reason)
+
 
 Case = type(pytest.param())
 

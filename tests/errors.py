@@ -43,8 +43,22 @@ def errors_beside_half_products(program, half, arguments):
     return tuple(relative_error(gradient_of(function), wanted) for function in (autocast, by_hand))
 
 
+def assert_close(got, expected, rtol=0.0, atol=0.0):
+    """Compares two trees: their structure, and shape, dtype and numbers of each array."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert (jnp.shape(x), jnp.result_type(x)) == (jnp.shape(y), jnp.result_type(y))
+        np.testing.assert_allclose(x, y, rtol, atol)
+
+
+def assert_near(got, expected, bound):
+    """The same, with numbers that differ by no more than `bound` of the largest of their array."""
+    near = lambda x, y: assert_close(x, y, atol=bound * float(np.abs(y).max()))
+    jax.tree.map(near, got, expected)
+
+
 def assert_all_derivatives(got, expected, tolerance, *args, argnums=0):
     """Compares both Jacobians and the Hessian, by the largest number of each."""
     for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
         found, exact = (derivative(function, argnums)(*args) for function in (got, expected))
-        np.testing.assert_allclose(found, exact, atol=tolerance * jnp.abs(exact).max())
+        assert_near(found, exact, tolerance)

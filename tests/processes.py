@@ -1,4 +1,4 @@
-"""Runs a test's program as two processes of four CPU devices each."""
+"""Runs a test's program in a process of its own, or in two of four CPU devices each."""
 
 import os
 import socket
@@ -6,6 +6,18 @@ import subprocess
 import sys
 
 from testbed import ROOT
+
+
+def run_python(*arguments, path, **variables):
+    """Runs Python to its end, which must be well, with `path` to import from.
+
+    Returns: what it printed, and its errors.
+    """
+    environment = os.environ | {"PYTHONPATH": str(path)} | variables
+    command = [sys.executable, *map(str, arguments)]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, (finished.stdout + finished.stderr)[-4000:]
+    return finished.stdout, finished.stderr
 
 
 def run_two(module, folder):

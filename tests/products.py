@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmp import _jax_compat
 
@@ -35,6 +36,12 @@ def half(x):
     return x @ eye(x.shape[-1])
 
 
+def convolved(images, kernel, strides=(1, 1)):
+    """A convolution of images whose channels are their last axis."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(images, kernel, strides, "SAME", dimension_numbers=layout)
+
+
 def equations(jaxpr):
     """Yields every equation of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
@@ -49,6 +56,15 @@ def equations(jaxpr):
 def equations_of(function, *args):
     """Yields every equation of what JAX traces of `function(*args)`, at any depth."""
     return equations(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def named(names, function, *args):
+    """Returns the equations of what JAX traces of `function(*args)` that bind such a primitive.
+
+    `names` is the name of a primitive, or several of them.
+    """
+    names = (names,) if isinstance(names, str) else names
+    return [e for e in equations_of(function, *args) if e.primitive.name in names]
 
 
 def product_dtypes(function, *args):

@@ -6,7 +6,6 @@ run in a temporary folder; of DeepMind's only the lines that import `jmp._src` a
 `import jmp`. Where `JMP_REQUIRE_DEEPMIND=1` is set, an index that cannot be reached is an error.
 """
 
-import os
 import pathlib
 import re
 import subprocess
@@ -21,6 +20,8 @@ import pytest
 
 import jmp
 from testbed import ROOT
+from tests.commands import skip_or_fail
+from tests.processes import run_python
 
 # The README of DeepMind's jmp
 
@@ -113,13 +114,8 @@ def test_python_numbers_are_checked_and_scaled_as_arrays_of_jax(number, is_finit
 # Tests that others wrote
 
 
-def run_tests(path, *import_path):
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, import_path)))
-    finished = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=environment
-    )
-    output = finished.stdout + finished.stderr
-    assert finished.returncode == 0, output[-4000:]
+def run_tests(path):
+    output = "".join(run_python(path, path=ROOT))
     ran = re.search(r"^Ran (\d+) tests", output, re.MULTILINE)
     assert ran is not None and int(ran[1]) > 0
     return int(ran[1])
@@ -130,7 +126,7 @@ def test_haikus_mixed_precision_tests_pass(tmp_path):
     haiku = metadata.distribution("dm-haiku")
     test = pathlib.Path(haiku.locate_file("haiku/_src/mixed_precision_test.py"))
     (tmp_path / test.name).write_text(test.read_text())  # away from modules named `jax`, `random`
-    assert run_tests(tmp_path / test.name, ROOT) >= 13
+    assert run_tests(tmp_path / test.name) >= 13
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +137,7 @@ def deepminds_jmp(tmp_path_factory):
     done = subprocess.run([*command, "jmp==0.0.4"], capture_output=True, text=True)
     if done.returncode != 0:
         reason = f"jmp==0.0.4 cannot be downloaded: {done.stderr.strip()[-300:]}"
-        if os.environ.get("JMP_REQUIRE_DEEPMIND") == "1":
-            pytest.fail(f"JMP_REQUIRE_DEEPMIND=1, but {reason}")
-        pytest.skip(f"{reason}. With JMP_REQUIRE_DEEPMIND=1 this is an error")
+        skip_or_fail(reason, "JMP_REQUIRE_DEEPMIND")
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder / "jmp"
@@ -153,13 +147,9 @@ def deepminds_jmp(tmp_path_factory):
 @pytest.mark.parametrize(("module", "at_least"), [("loss_scale", 25), ("policy", 72)])
 def test_deepminds_own_tests_pass(module, at_least, deepminds_jmp, tmp_path):
     source = deepminds_jmp / "_src" / f"{module}_test.py"
-    text, changed = re.subn(
-        rf"^from jmp\._src import {module} as jmp$",
-        "import jmp",
-        source.read_text(),
-        flags=re.MULTILINE,
-    )
+    imports = rf"(?m)^from jmp\._src import {module} as jmp$"
+    text, changed = re.subn(imports, "import jmp", source.read_text())
     assert changed == 1
     alone = tmp_path / source.name  # away from the unzipped package, which would be imported
     alone.write_text(text)
-    assert run_tests(alone, ROOT) >= at_least
+    assert run_tests(alone) >= at_least

@@ -26,12 +26,10 @@ HALF = "p=bf16,c=bf16,o=f32"
 WAYS = {
     "scaled": (transforms.mixed_precision(optax.sgd(0.1), "mixed_float16"), jnp.float32),
     "masters": (transforms.with_master_params(optax.sgd(0.1)), jnp.bfloat16),
-    "split": (transforms.mixed_precision(optax.sgd(0.1), HALF, masters="split"), jnp.bfloat16),
-    "by chance": (
-        transforms.mixed_precision(optax.sgd(0.1), HALF, masters="stochastic"),
-        jnp.bfloat16,
-    ),
-    "kahan": (transforms.mixed_precision(optax.sgd(0.1), HALF, masters="kahan"), jnp.bfloat16),
+    **{
+        way: (transforms.mixed_precision(optax.sgd(0.1), HALF, masters=way), jnp.bfloat16)
+        for way in ("split", "stochastic", "kahan")
+    },
     "stored": (transforms.with_stored_state(optax.trace(0.9), "int8"), jnp.float32),
 }
 

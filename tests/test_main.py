@@ -1,9 +1,7 @@
 """`python -m jmp`: what it prints, and that its checks can fail."""
 
 import importlib.metadata
-import os
 import shutil
-import subprocess
 import sys
 import types
 
@@ -16,21 +14,16 @@ import jmp
 from jmp import __main__ as command
 from jmp import transforms
 from testbed import ROOT
+from tests.processes import run_python
 
 
 def test_it_prints_versions_devices_and_checks_and_exits_with_zero():
-    finished = subprocess.run(
-        [sys.executable, "-m", "jmp"],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ, PYTHONPATH=str(ROOT)),
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    words = finished.stdout.split()
+    printed, _ = run_python("-m", "jmp", path=ROOT)
+    words = printed.split()
     assert jmp.__version__ in words and jax.__version__ in words
-    assert "start with" in finished.stdout and "mixed_bfloat16" in finished.stdout
-    assert finished.stdout.count("\nok ") == len(command.CHECKS)
-    assert "4 of 4 checks passed on cpu" in finished.stdout
+    assert "start with" in printed and "mixed_bfloat16" in printed
+    assert printed.count("\nok ") == len(command.CHECKS)
+    assert "4 of 4 checks passed on cpu" in printed
 
 
 def test_the_report_names_every_setting_that_changes_results(monkeypatch, capsys):
@@ -84,11 +77,7 @@ def test_an_import_warns_where_deepminds_files_lie_among_ours(tmp_path):
     (tmp_path / "user.py").write_text("import jmp\n")
 
     def errors():
-        run = [sys.executable, str(tmp_path / "user.py")]
-        environment = dict(os.environ, PYTHONPATH=str(tmp_path), JAX_PLATFORMS="cpu")
-        finished = subprocess.run(run, capture_output=True, text=True, env=environment)
-        assert finished.returncode == 0, finished.stderr
-        return finished.stderr
+        return run_python(tmp_path / "user.py", path=tmp_path, JAX_PLATFORMS="cpu")[1]
 
     assert "DeepMind" not in errors()
     (tmp_path / "jmp" / "_src").mkdir()

@@ -62,11 +62,7 @@ def test_a_train_state_subclass_of_a_users_own_works():
 
     tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0))
     state = MyState.create(
-        apply_fn=None,
-        params={"w": jnp.ones(2)},
-        tx=tx,
-        key=jax.random.key(0),
-        ema=jnp.zeros(2),
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, key=jax.random.key(0), ema=jnp.zeros(2)
     )
     step = jax.jit(lambda s, g: s.apply_gradients(grads={"w": g}, ema=s.ema + 1))
     state = step(step(state, jnp.full(2, jnp.inf)), 2 * jnp.ones(2))

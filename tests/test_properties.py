@@ -21,11 +21,7 @@ flags = st.lists(st.booleans(), max_size=40)
 def test_a_scale_stays_a_power_of_two_within_its_bounds(start, floor, ceiling, growth, flags):
     floor, ceiling = sorted((floor, ceiling))
     scale = jmp.DynamicLossScale(
-        start,
-        period=2,
-        factor=2.0**growth,
-        min_loss_scale=floor,
-        max_loss_scale=ceiling,
+        start, period=2, factor=2.0**growth, min_loss_scale=floor, max_loss_scale=ceiling
     )
     for finite in [None, *flags]:
         scale = scale if finite is None else scale.adjust(finite)
@@ -75,8 +71,7 @@ def test_any_tree_passes_casts_scaling_checks_and_selection(tree):
     for function in (jmp.cast_to_half, jmp.cast_to_full, scale.scale, scale.unscale):
         assert jax.tree.structure(function(tree)) == jax.tree.structure(tree)
     assert jmp.all_finite(tree).shape == ()
-    selected = jmp.select_tree(True, tree, tree)
-    assert jax.tree.structure(selected) == jax.tree.structure(tree)
+    assert jax.tree.structure(jmp.select_tree(True, tree, tree)) == jax.tree.structure(tree)
 
 
 @given(st.floats() | st.integers() | st.integers(-(2**70), 2**70), st.booleans())
@@ -106,14 +101,11 @@ def test_a_python_number_is_selected_as_32_bits_hold_it_or_refused(number, first
 def test_all_finite_agrees_with_numpy(tree):
     dtypes = (np.float16, jnp.dtype("bfloat16"), np.float32)
     with np.errstate(over="ignore"):  # 1e300 is infinite in float32
+        leaves = [x for x in jax.tree.leaves(tree) if not isinstance(x, jax.ShapeDtypeStruct)]
         floats = [
             np.asarray(leaf, np.float32)
-            for leaf in jax.tree.leaves(tree)
-            if isinstance(leaf, float)
-            or (
-                getattr(leaf, "dtype", None) in dtypes
-                and not isinstance(leaf, jax.ShapeDtypeStruct)
-            )
+            for leaf in leaves
+            if isinstance(leaf, float) or getattr(leaf, "dtype", None) in dtypes
         ]
     assert bool(jmp.all_finite(tree)) == all(np.isfinite(leaf).all() for leaf in floats)
 

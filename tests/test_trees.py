@@ -76,8 +76,7 @@ def test_full_is_float32_and_half_is_float16_on_a_cpu(dtype, x64):
 
 @every_dtype
 def test_at_least_float32_widens_only_half(dtype, x64):
-    tree = {**cases.floating_leaves(dtype), "step": 3}
-    wide = cast_to_at_least_float32(tree)
+    wide = cast_to_at_least_float32({**cases.floating_leaves(dtype), "step": 3})
     expected = np.float32 if dtype in cases.HALF else np.dtype(dtype)
     assert wide.pop("step") == 3
     assert all(leaf.dtype == expected for leaf in wide.values())

@@ -30,6 +30,13 @@ def attentions(function, *args, policy="mixed_float16", **options):
     return fused, [note for step in singles for note in step.notes]
 
 
+def lowered(function, *args, platform):
+    """A function as it is lowered for TPUs, or for GPUs ("cuda") with cuDNN."""
+    with as_if_cudnn():
+        traced = jax.jit(function).trace(*args)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 LOWEST = float(np.finfo(np.float32).min)
 
 

@@ -58,8 +58,7 @@ def of_heads(q, k, v, pad):
 
 
 def own_mask_of_each_head(q, k, v):
-    masks = np.stack([CAUSAL, PREFIX])
-    return masked(masks)(q, k, v)
+    return masked(np.stack([CAUSAL, PREFIX]))(q, k, v)
 
 
 causal = functools.partial(attention_of_jax, is_causal=True)

@@ -37,11 +37,7 @@ def gradient(function):
 @pytest.mark.parametrize(
     ("half", "transform", "share"),
     in_full(
-        [
-            ("float16", lambda f: f, 1),
-            ("float16", gradient, 0.75),
-            ("bfloat16", lambda f: f, 1),
-        ],
+        [("float16", lambda f: f, 1), ("float16", gradient, 0.75), ("bfloat16", lambda f: f, 1)],
         first=2,
     ),
 )

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jmp
-from tests.products import equations, equations_of, product_dtypes
+from tests.products import named, product_dtypes
 
 F16 = "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -26,8 +26,7 @@ def loss(w, x):
 
 def dtypes_of(primitive, function, *args):
     """The dtypes in which a primitive is bound, in the order of the program."""
-    found = equations_of(function, *args)
-    return [str(e.invars[0].aval.dtype) for e in found if e.primitive.name == primitive]
+    return [str(e.invars[0].aval.dtype) for e in named(primitive, function, *args)]
 
 
 # Ways to call it.
@@ -129,8 +128,7 @@ def test_methods_and_partials():
         def __call__(self, x):
             return x @ W
 
-        def method(self, x):
-            return x @ W
+        method = __call__
 
     expected = jmp.autocast(lambda x: x @ W, F16)(X)
     for function in (Model(), Model().method, functools.partial(lambda w, x: x @ w, W)):
@@ -150,8 +148,7 @@ OPTIONS = {"rules": [(re.compile("t.il"), "p=f32,c=f32,o=f16")], "full": ["tanh"
 
 @pytest.mark.parametrize("policy", [F16, "mixed_bfloat16", "float32"])
 def test_a_wrapped_function_can_be_pickled_after_a_call(policy):
-    function = lambda w, x: scoped(w, x @ w)
-    autocast = jmp.autocast(function, policy, apply_to=["w"], **OPTIONS)
+    autocast = jmp.autocast(lambda w, x: scoped(w, x @ w), policy, apply_to=["w"], **OPTIONS)
     expected = autocast(W, X)
     restored = cloudpickle.loads(cloudpickle.dumps(autocast))
     assert restored(W, X) == expected
@@ -180,10 +177,8 @@ def test_an_eager_call_traces_once():
 
 
 def test_under_a_trace_the_plan_is_bound_without_a_jit_around_it():
-    found = jax.make_jaxpr(jmp.autocast(loss, F16))(W, X).eqns
-    assert [e.primitive.name for e in found if e.primitive.name in ("dot_general", "jit")] == [
-        "dot_general", "dot_general",
-    ]  # fmt: skip
+    found = named(("dot_general", "jit"), jmp.autocast(loss, F16), W, X)
+    assert [e.primitive.name for e in found] == ["dot_general"] * 2
 
 
 def test_a_gradient_taken_twice_traces_once():
@@ -229,8 +224,7 @@ def test_autocast_of_autocast_changes_nothing():
 def test_the_inner_autocast_wins(inner, outer, expected):
     function = jmp.autocast(lambda w, x: jmp.autocast(loss, inner)(w, x @ w), outer)
     assert product_dtypes(function, W, X) == expected
-    backward = product_dtypes(jax.grad(function), W, X)
-    assert set(backward) == set(expected)
+    assert set(product_dtypes(jax.grad(function), W, X)) == set(expected)
 
 
 # Regions.
@@ -262,17 +256,12 @@ def model(w, x):
 @pytest.mark.parametrize("inside", [True, False], ids=["autocast outside", "autocast inside"])
 def test_full_precision_survives(around, inside):
     function = jmp.autocast(around(model), F16) if inside else around(jmp.autocast(model, F16))
-    jaxpr = jax.make_jaxpr(function)(W, X).jaxpr
-    products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    found = set()
-    for equation in products:
-        in_head = "full_precision" in str(equation.source_info.name_stack)
-        expected = jnp.float32 if in_head else jnp.float16
-        assert {v.aval.dtype for v in (*equation.invars, *equation.outvars)} == {
-            jnp.dtype(expected)
-        }
-        found.add(in_head)
-    assert found == {True, False}
+    found = {
+        ("full_precision" in str(product.source_info.name_stack), str(v.aval.dtype))
+        for product in named("dot_general", function, W, X)
+        for v in (*product.invars, *product.outvars)
+    }
+    assert found == {(True, "float32"), (False, "float16")}
 
 
 def test_full_precision_does_nothing_outside():
@@ -290,8 +279,7 @@ def test_a_rule_with_a_half_output_rounds_what_leaves(last):
                 "parameters": lambda: w * 0.1,
             }[last]()
 
-    autocast = jmp.autocast(function, F16, rules=[("head", "p=f32,c=f32,o=f16")])
-    result = autocast(X, W)
+    result = jmp.autocast(function, F16, rules=[("head", "p=f32,c=f32,o=f16")])(X, W)
     np.testing.assert_array_equal(result, result.astype(jnp.float16))
 
 
@@ -387,8 +375,7 @@ def test_an_island_of_linear_operations_alone_recomputes_too():
 
 @pytest.mark.parametrize(("recompute", "kept"), [("auto", 0), ("none", 1)])
 def test_recompute_auto_keeps_nothing_in_float32(recompute, kept):
-    function = jmp.autocast(normalised, F16, recompute=recompute)
-    _, vjp = jax.vjp(function, jnp.ones((4096, 8)))
+    _, vjp = jax.vjp(jmp.autocast(normalised, F16, recompute=recompute), jnp.ones((4096, 8)))
     float32 = [x for x in jax.tree.leaves(vjp) if x.size == 4096 * 8 and x.dtype == jnp.float32]
     assert len(float32) >= kept if kept else not float32
 
@@ -442,12 +429,15 @@ def test_apply_to_leaves_other_dtypes_alone():
 
 
 def test_rules_and_names_may_come_from_iterators():
-    options = {"rules": iter([("head", "float32")]), "apply_to": iter(["x"])}
-    function = jmp.autocast(jax.named_call(loss, name="head"), F16, **options)
-    again = jmp.autocast(
-        jax.named_call(loss, name="head"), F16, rules=[("head", "float32")], apply_to=["x"]
-    )
-    assert str(jax.make_jaxpr(function)(W, X)) == str(jax.make_jaxpr(again)(W, X))
+    def program(given):
+        options = {"rules": given([("head", "float32")]), "apply_to": given(["x"])}
+        function = jmp.autocast(jax.named_call(loss, name="head"), F16, **options)
+        return str(jax.make_jaxpr(function)(W, X))
+
+    assert program(iter) == program(list)
+
+
+NO_FLOAT8 = "float8_e4m3fn: float8 is not supported there yet"
 
 
 @pytest.mark.parametrize(
@@ -459,18 +449,8 @@ def test_rules_and_names_may_come_from_iterators():
         ("float32", [("head", "float17")], ValueError, "Unknown dtype 'float17'"),
         (F16, ["head"], TypeError, "expected a pair"),
         (F16, [(3, F16)], TypeError, "rule's target got 3"),
-        (
-            F16,
-            [("head", "f8_e4m3fn")],
-            ValueError,
-            "float8_e4m3fn: float8 is not supported there yet. Expected .* 'mixed_bfloat16'",
-        ),
-        (
-            "p=f32,c=f8_e4m3fn,o=f32",
-            [],
-            ValueError,
-            "whose compute_dtype is float8_e4m3fn: float8 is not supported there yet",
-        ),
+        (F16, [("head", "f8_e4m3fn")], ValueError, f"{NO_FLOAT8}. Expected .* 'mixed_bfloat16'"),
+        ("p=f32,c=f8_e4m3fn,o=f32", [], ValueError, f"whose compute_dtype is {NO_FLOAT8}"),
     ],
 )
 def test_mistakes_are_named(policy, rules, error, words):
@@ -527,8 +507,7 @@ def test_an_nnx_module_whose_statistics_change_is_refused_and_left_as_it_was():
 def test_an_nnx_module_that_does_not_change_is_an_argument_like_any_other():
     module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     autocast = jmp.autocast(lambda module, x: module(x).sum(), F16)
-    gradients = nnx.grad(autocast)(module, X)
-    assert gradients.kernel[...].dtype == jnp.float32
+    assert nnx.grad(autocast)(module, X).kernel[...].dtype == jnp.float32
     np.testing.assert_allclose(autocast(module, X), module(X).sum(), rtol=0.02)
 
 

@@ -10,7 +10,8 @@ from jax import lax
 
 import jmp
 from jmp import diagnostics
-from tests.products import equations_of, product_dtypes
+from tests.errors import assert_near
+from tests.products import half_product, named, product_dtypes
 
 HALVES = ("float16", "bfloat16")
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -108,11 +109,6 @@ def counting_while(dot, w):
     return lax.while_loop(lambda s: s[0] < TURNS, step, (0, H, H))[1:]
 
 
-def product_by_hand(half):
-    """A product as written by hand beside a float32 carry: half operands, half result."""
-    return lambda x, y: (x.astype(half) @ y.astype(half)).astype(jnp.float32)
-
-
 def states_and_gradients(function):
     def loss(ws):
         last, read = function(ws)
@@ -139,7 +135,7 @@ def test_small_steps_of_a_float32_carry_add_up(in_float32, half):
     autocast = jmp.autocast(functools.partial(all_cells, jnp.matmul), f"mixed_{half}")
     assert set(product_dtypes(autocast, WS)) == {half}
     states, gradients = states_and_gradients(autocast)
-    by_hand = states_and_gradients(functools.partial(all_cells, product_by_hand(half)))
+    by_hand = states_and_gradients(functools.partial(all_cells, half_product(half)))
     for name in CELLS:
         expected, expected_gradient = (tree[name] for tree in in_float32)
         assert error(states[name], expected) <= 2 * error(by_hand[0][name], expected), name
@@ -154,13 +150,12 @@ def test_small_steps_of_a_while_loop_add_up(half):
     autocast = jmp.autocast(program, f"mixed_{half}")
     assert set(product_dtypes(autocast, W)) == {half}
     expected = program(W)
-    by_hand = counting_while(product_by_hand(half), W)
+    by_hand = counting_while(half_product(half), W)
     assert error(autocast(W), expected) <= 2 * error(by_hand, expected)
 
 
 def dtypes_of_carries(function, *args):
-    found = equations_of(jmp.autocast(function, "mixed_bfloat16"), *args)
-    (scan,) = (e for e in found if e.primitive.name == "scan")
+    (scan,) = named("scan", jmp.autocast(function, "mixed_bfloat16"), *args)
     return [str(v.aval.dtype) for v in scan.outvars]
 
 
@@ -263,8 +258,8 @@ def at_tolerance():
 def test_a_loop_that_runs_to_a_tolerance_ends_when_float32_ends(at_tolerance, half):
     autocast = functools.partial(jmp.autocast, policy=f"mixed_{half}")
     for function in TO_A_TOLERANCE:
-        products = product_dtypes(autocast(function), WEIGHTS[0], BIASES[0])
-        assert set(products) <= {"float32"}  # JAX 0.12 hides the products of a root
+        # JAX 0.12 hides the products of a root.
+        assert set(product_dtypes(autocast(function), WEIGHTS[0], BIASES[0])) <= {"float32"}
     for name, (count, x) in each_on_all_maps(lambda f: jax.vmap(autocast(f))).items():
         np.testing.assert_array_equal(count, at_tolerance[name][0], name)
         np.testing.assert_allclose(x, at_tolerance[name][1], atol=TOLERANCE, err_msg=name)
@@ -281,9 +276,8 @@ def test_so_does_one_that_vmap_wrote():
 @pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")  # its products are the loop's
 def test_the_gradient_of_a_root():
     gradient = lambda f: jax.grad(lambda b: f(WEIGHTS[0], b)[1].sum())(BIASES[0])
-    np.testing.assert_allclose(
-        gradient(jmp.autocast(root, "mixed_float16")), gradient(root), rtol=2e-3
-    )
+    found = gradient(jmp.autocast(root, "mixed_float16"))
+    np.testing.assert_allclose(found, gradient(root), rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -390,70 +384,71 @@ def scanned(body, carry, rows=None):
     return lax.scan(body, carry, rows, length=2)
 
 
+def carried(*args):
+    return scanned(*args)[0]
+
+
+def is_large(x):
+    return (x[0] > 1).astype(int)
+
+
+# How a turn makes the counter.
+COUNTED_BY_FLOATING_NUMBERS = {
+    "comparison": lambda n, x: is_large(x),
+    "through a jit": lambda n, x: jax.jit(is_large)(x),
+    "carry of a scan": lambda n, x: carried(lambda m, _: (m + (x[0] > 1), None), n),
+    "second turn of a scan": lambda n, x: carried(
+        lambda c, _: ((c[1], c[1] + (x[0] > 1)), None), (n, n)
+    )[0],
+    "rows of a scan": lambda n, x: carried(lambda m, row: (m + row, None), n, 1 * (x > 1)[:2]),
+    "stacked by a scan": lambda n, x: scanned(lambda m, _: (m, m + (x[0] > 1)), n)[1].sum(),
+    "constant of a scan": lambda n, x: (lambda c: carried(lambda m, _: (m + c, None), n))(x[0] > 1),
+    "which branch": lambda n, x: lax.cond(x[0] > 1, lambda: 1, lambda: 0),
+    "in one branch": lambda n, x: lax.cond(n > 3, lambda: 1, lambda: is_large(x)),
+    "operand of a branch": lambda n, x: lax.cond(n > 3, lambda m: m, lambda m: 0, is_large(x)),
+    "turns of a loop inside": lambda n, x: loop(
+        lambda m, x: (m + 1, x / 2), lambda m, x: x[0] > 1, 0, x
+    )[0],
+    "body of a loop inside": lambda n, x: loop(
+        lambda k, m: (k - 1, m + (x[0] > 1)), is_positive, n, 0
+    )[1],
+    "any of its operands": lambda n, x: jnp.where(n > 3, n, is_large(x)),
+    "a callback": lambda n, x: jax.pure_callback(
+        lambda x: n, jax.ShapeDtypeStruct((), jnp.int32), x
+    ),
+}
 BY_FLOATING_NUMBERS = {
+    **{name: from_floats(how) for name, how in COUNTED_BY_FLOATING_NUMBERS.items()},
     "condition reads them": lambda n, x: outermost(
         lambda n, x: (n, x / 2), lambda n, x: x[0] > 1, n, x
     ),
     "condition closes over them": lambda n, x: outermost(lambda n: (n - 1,), lambda n: x[0] > n, n),
-    "comparison": from_floats(lambda n, x: (x[0] > 1).astype(int)),
-    "through a jit": from_floats(lambda n, x: jax.jit(lambda x: (x[0] > 1).astype(int))(x)),
-    "carry of a scan": from_floats(lambda n, x: scanned(lambda m, _: (m + (x[0] > 1), None), n)[0]),
-    "second turn of a scan": from_floats(
-        lambda n, x: scanned(lambda c, _: ((c[1], c[1] + (x[0] > 1)), None), (n, n))[0][0]
-    ),
-    "rows of a scan": from_floats(
-        lambda n, x: scanned(lambda m, row: (m + row, None), n, (x > 1).astype(int)[:2])[0]
-    ),
-    "stacked by a scan": from_floats(
-        lambda n, x: scanned(lambda m, _: (m, m + (x[0] > 1)), n)[1].sum()
-    ),
-    "constant of a scan": from_floats(
-        lambda n, x: (lambda flag: scanned(lambda m, _: (m + flag, None), n)[0])(x[0] > 1)
-    ),
-    "which branch": from_floats(lambda n, x: lax.cond(x[0] > 1, lambda: 1, lambda: 0)),
-    "in one branch": from_floats(
-        lambda n, x: lax.cond(n > 3, lambda: 1, lambda: (x[0] > 1).astype(int))
-    ),
-    "operand of a branch": from_floats(
-        lambda n, x: lax.cond(n > 3, lambda m: m, lambda m: 0, (x[0] > 1).astype(int))
-    ),
-    "turns of a loop inside": from_floats(
-        lambda n, x: loop(lambda m, x: (m + 1, x / 2), lambda m, x: x[0] > 1, 0, x)[0]
-    ),
-    "body of a loop inside": from_floats(
-        lambda n, x: loop(lambda k, m: (k - 1, m + (x[0] > 1)), lambda k, m: k > 0, n, 0)[1]
-    ),
     "second turn": lambda n, x: outermost(
-        lambda n, m, x: (m, (x[0] > 1).astype(int), x / 2), is_positive, n, n, x
-    ),
-    "any of its operands": from_floats(lambda n, x: jnp.where(n > 3, n, (x[0] > 1).astype(int))),
-    "a callback": from_floats(
-        lambda n, x: jax.pure_callback(lambda x: n, jax.ShapeDtypeStruct((), jnp.int32), x)
+        lambda n, m, x: (m, is_large(x), x / 2), is_positive, n, n, x
     ),
 }
 
+COUNTED_BY_INTEGERS = {
+    "a counter": lambda n, x: n - 1,
+    "which is the largest": lambda n, x: jnp.argmax(x),
+    "counted in a scan": lambda n, x: carried(lambda c, _: ((c[0] - 1, c[1] / 2), c[1]), (n, x))[0],
+    "integers of a scan": lambda n, x: carried(lambda m, row: (m - row, x * m), n, jnp.arange(2)),
+    "counted in branches": lambda n, x: lax.cond(
+        n > 3, lambda x: (n - 1, x), lambda x: (n - 2, x / 2), x
+    )[0],
+    "counted in a loop": lambda n, x: loop(
+        lambda k, m, x: (k - 1, m - 1, x / 2), is_positive, n, n, x
+    )[1],
+    "counted in a jit": lambda n, x: jax.jit(lambda n, x: (n - 1, x))(n, x)[0],
+}
 BY_INTEGERS = {
-    "a counter": from_floats(lambda n, x: n - 1),
+    **{name: from_floats(how) for name, how in COUNTED_BY_INTEGERS.items()},
     "a limit": lambda n, x: outermost(
         lambda m, end, x: (m + 1, end, x / 2), lambda m, end, x: m < end, 0, n, x
     ),
     "a limit that is closed over": lambda n, x: outermost(
         lambda m, x: (m + 1, x / 2), lambda m, x: m < n, 0, x
     ),
-    "which is the largest": from_floats(lambda n, x: jnp.argmax(x)),
-    "counted in a scan": from_floats(
-        lambda n, x: scanned(lambda c, _: ((c[0] - 1, c[1] / 2), c[1]), (n, x))[0][0]
-    ),
-    "integers of a scan": from_floats(
-        lambda n, x: scanned(lambda m, row: (m - row, x * m), n, jnp.arange(2))[0]
-    ),
-    "counted in branches": from_floats(
-        lambda n, x: lax.cond(n > 3, lambda x: (n - 1, x), lambda x: (n - 2, x / 2), x)[0]
-    ),
-    "counted in a loop": from_floats(
-        lambda n, x: loop(lambda k, m, x: (k - 1, m - 1, x / 2), is_positive, n, n, x)[1]
-    ),
-    "counted in a jit": from_floats(lambda n, x: jax.jit(lambda n, x: (n - 1, x))(n, x)[0]),
 }
 
 
@@ -501,8 +496,7 @@ BIASED = (jnp.eye(8) / 2, jnp.linspace(-1, 1, 8), jnp.linspace(-2, 2, 64 * 8).re
 def test_a_bias_of_a_loop_has_every_derivative(derived, half):
     policy = jmp.Policy(jnp.float32, half, jnp.float32)
     found, wanted = (derived(f)(*BIASED) for f in (jmp.autocast(biased, policy), biased))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=12 * float(jnp.finfo(half).eps) * np.abs(b).max())
+    assert_near(found, wanted, 12 * float(jnp.finfo(half).eps))
 
 
 def test_a_bias_of_a_loop_is_not_repeated_before_it_and_adds_up_in_float32():

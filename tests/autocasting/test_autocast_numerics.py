@@ -85,7 +85,6 @@ def row_of(*numbers):
     return jnp.array([numbers], jnp.float32)
 
 
-ONE_TWO = row_of(1, 2)
 SECOND_HIDDEN, ALL_HIDDEN = jnp.array([[True, False]]), jnp.zeros((1, 2), bool)
 
 
@@ -94,11 +93,30 @@ def masked(kept, lowest):
     return lambda x: jax.nn.softmax(jnp.where(kept, half(x), lowest))
 
 
+AT_ONE_TWO = {
+    "literal of 1e6": lambda x: half(x) * 1e6,
+    "largest float32": lambda x: jnp.minimum(half(x), 3e38),
+    "mask of -1e9": masked(SECOND_HIDDEN, -1e9),
+    "mask of the smallest float32": masked(SECOND_HIDDEN, jnp.finfo(jnp.float32).min),
+    "softmax of a row masked throughout": masked(ALL_HIDDEN, -1e9),
+    "infinite mask": masked(SECOND_HIDDEN, -jnp.inf),
+    "added mask": lambda x: jax.nn.softmax(half(x) + jnp.where(ALL_HIDDEN, 0.0, -1e9)),
+    "masked, then a product": lambda x: (
+        jax.nn.softmax(half(x) + jnp.full((1, 2), -1e9)) @ jnp.ones((2, 2))
+    ),
+    "masked before a loop": lambda x: lax.map(
+        jax.nn.softmax, half(x)[None] + jnp.full((1, 1, 2), -1e9)
+    ),
+    "masked by a choice before a loop": lambda x: lax.map(
+        lambda s: jax.nn.softmax(s) @ jnp.eye(2),
+        jnp.where(jnp.zeros((1, 1, 2), bool), half(x)[None], -1e9),
+    ),
+    "joined to large numbers": lambda x: jnp.concatenate([half(x), jnp.full((1, 2), 1e6)]),
+}
 FINITE_AND_RIGHT = {
+    **{name: (function, row_of(1, 2)) for name, function in AT_ONE_TWO.items()},
     "eps of 1e-12": (lambda x: half(x) / jnp.sqrt((half(x) ** 2).sum() + 1e-12), row_of(0, 0)),
     "literal of 1e-8": (lambda x: 1 / (half(x) + 1e-8), row_of(0.0, 1.0)),
-    "literal of 1e6": (lambda x: half(x) * 1e6, ONE_TWO),
-    "largest float32": (lambda x: jnp.minimum(half(x), 3e38), ONE_TWO),
     "sum of squares at 300": (lambda x: (half(x) ** 2).sum(), row_of(300, 300)),
     "norm at 300": (lambda x: jnp.linalg.norm(half(x)), row_of(300, 300)),
     "inner product at 300": (lambda x: jnp.vdot(half(x), half(x)), row_of(300, 300)),
@@ -109,37 +127,7 @@ FINITE_AND_RIGHT = {
     "logsumexp": (lambda x: jax.nn.logsumexp(half(x)), row_of(500, 400)),
     "log of a small number": (lambda x: jnp.log(half(x) * 1e-10), row_of(1, 1)),
     "softplus": (lambda x: jax.nn.softplus(half(x)), row_of(80, -80)),
-    "mask of -1e9": (masked(SECOND_HIDDEN, -1e9), ONE_TWO),
-    "mask of the smallest float32": (masked(SECOND_HIDDEN, jnp.finfo(jnp.float32).min), ONE_TWO),
-    "softmax of a row masked throughout": (masked(ALL_HIDDEN, -1e9), ONE_TWO),
-    "infinite mask": (masked(SECOND_HIDDEN, -jnp.inf), ONE_TWO),
-    "added mask": (
-        lambda x: jax.nn.softmax(half(x) + jnp.where(ALL_HIDDEN, 0.0, -1e9)),
-        ONE_TWO,
-    ),
-    "masked, then a product": (
-        lambda x: jax.nn.softmax(half(x) + jnp.full((1, 2), -1e9)) @ jnp.ones((2, 2)),
-        ONE_TWO,
-    ),
-    "masked before a loop": (
-        lambda x: lax.map(jax.nn.softmax, half(x)[None] + jnp.full((1, 1, 2), -1e9)),
-        ONE_TWO,
-    ),
-    "masked by a choice before a loop": (
-        lambda x: lax.map(
-            lambda s: jax.nn.softmax(s) @ jnp.eye(2),
-            jnp.where(jnp.zeros((1, 1, 2), bool), half(x)[None], -1e9),
-        ),
-        ONE_TWO,
-    ),
-    "joined to large numbers": (
-        lambda x: jnp.concatenate([half(x), jnp.full((1, 2), 1e6)]),
-        ONE_TWO,
-    ),
-    "cross entropy at 1000": (
-        lambda x: -jax.nn.log_softmax(half(x))[0, 1],
-        row_of(1000, -1000),
-    ),
+    "cross entropy at 1000": (lambda x: -jax.nn.log_softmax(half(x))[0, 1], row_of(1000, -1000)),
     "real part of a Fourier transform": (
         lambda x: jnp.fft.fft(half(x) * jnp.ones((4096, 1)), axis=0).real,
         row_of(60, 60),
@@ -302,9 +290,8 @@ def test_a_long_scan_does_not_lose_small_steps():
         return lax.scan(lambda h, _: (h + 1e-3 * half(jnp.tanh(h)), None), half(x), None, 1000)[0]
 
     x = jnp.ones((2, 4))
-    np.testing.assert_allclose(
-        jmp.autocast(integrate, "mixed_bfloat16")(x), integrate(x), rtol=1e-2
-    )
+    found = jmp.autocast(integrate, "mixed_bfloat16")(x)
+    np.testing.assert_allclose(found, integrate(x), rtol=1e-2)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (2, 4, 6)])
@@ -314,14 +301,11 @@ def test_picks_are_gathers(monkeypatch, shape, mode):
 
     monkeypatch.setattr(rewrite, "LARGE", 1)
     x = jax.random.normal(jax.random.key(0), shape)
-    in_bounds = mode == "promise_in_bounds"
-    indices = jax.random.randint(
-        jax.random.key(1), (*shape[:-1], 1), 0 if in_bounds else -9, shape[-1] if in_bounds else 9
-    )
+    limits = (0, shape[-1]) if mode == "promise_in_bounds" else (-9, 9)
+    indices = jax.random.randint(jax.random.key(1), (*shape[:-1], 1), *limits)
 
     def pick(x):
-        y = jax.nn.log_softmax(half(x))
-        return jnp.take_along_axis(y, indices, -1, mode=mode)
+        return jnp.take_along_axis(jax.nn.log_softmax(half(x)), indices, -1, mode=mode)
 
     autocast = jmp.autocast(pick, "mixed_bfloat16")
     assert " gather" not in str(jax.make_jaxpr(autocast)(x))
@@ -352,9 +336,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("implementation", in_full(["threefry2x32", "rbg"], first=1))
 def test_random_bits_are_identical(name, implementation):
-    def function(key, x):
-        return DRAWS[name](key, x.shape), half(x).sum()
-
+    function = lambda key, x: (DRAWS[name](key, x.shape), half(x).sum())
     key, x = jax.random.key(3, impl=implementation), jnp.ones((4, 8))
     drawn, _ = jmp.autocast(function, "mixed_float16")(key, x)
     np.testing.assert_array_equal(drawn, jax.jit(function)(key, x)[0])

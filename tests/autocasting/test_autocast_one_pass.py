@@ -19,7 +19,7 @@ import jmp
 from jmp.autocasting.targets import _one_pass
 from tests.autocasting.plans import listing, plan_of
 from tests.commands import in_full
-from tests.errors import relative_error
+from tests.errors import assert_close, relative_error
 from tests.saved import printed_residuals
 
 ROWS, WIDTH, CLASSES, LONG = 8, 4, 65, 64
@@ -112,19 +112,12 @@ def by_hand(logits, labels):
     return jnp.log(jnp.exp(shifted).sum(-1)) - picked(shifted, labels)
 
 
-def by_hand_with_repeated_maxima(logits, labels):
+def with_repeated_maxima(logits, labels):
     maxima = lax.broadcast_in_dim(lax.stop_gradient(logits.max(-1)), logits.shape, (0,))
     return jnp.log(jnp.exp(logits - maxima).sum(-1)) - picked(logits - maxima, labels)
 
 
-LOSSES = [
-    cross_entropy,
-    of_log_softmax,
-    of_softmax,
-    of_logsumexp,
-    by_hand,
-    by_hand_with_repeated_maxima,
-]
+LOSSES = [cross_entropy, of_log_softmax, of_softmax, of_logsumexp, by_hand, with_repeated_maxima]
 
 
 def arguments(classes=CLASSES):
@@ -154,8 +147,7 @@ def sums_of(function, *args, **options):
 
 
 @pytest.mark.parametrize(
-    ("loss", "dtype"),
-    in_full(zip(LOSSES, ["float16", "bfloat16"] * 3, strict=True), one_of=3),
+    ("loss", "dtype"), in_full(zip(LOSSES, ["float16", "bfloat16"] * 3, strict=True), one_of=3)
 )
 def test_gradients_are_as_exact_as_in_two_passes(loss, dtype):
     args, function = arguments(), head(loss)
@@ -183,8 +175,7 @@ def test_edges_are_those_of_two_passes_and_of_the_plain_program(loss):
     numbers = jnp.asarray([number for _, number in edges])[:, None]
     labels = labels // 3 * 3  # a class that is not masked
 
-    def losses(x):
-        return loss(jnp.where(masks, numbers, x @ w), labels)
+    losses = lambda x: loss(jnp.where(masks, numbers, x @ w), labels)
 
     def results(function):
         values, pull_back = jax.vjp(function, x)
@@ -236,10 +227,7 @@ def test_transformed_losses_are_those_of_two_passes(transformed, loss):
     args = arguments()
     one, two = map(transformed, in_one_and_in_two_passes(head(loss)))
     assert "reduce[" in str(jax.make_jaxpr(one)(*args))
-    for found, expected in zip(
-        *(jax.tree.leaves(jax.jit(f)(*args)) for f in (one, two)), strict=True
-    ):
-        np.testing.assert_allclose(found, expected, rtol=4e-3, atol=1e-3)
+    assert_close(jax.jit(one)(*args), jax.jit(two)(*args), rtol=4e-3, atol=1e-3)
 
 
 def test_a_loss_inside_autocast_may_be_transformed():
@@ -345,8 +333,7 @@ def test_classes_spread_over_devices_are_not_gathered():
     assert set(gathered) <= {f"f32[{ROWS},4]"}  # maxima and sums of the parts
     found = compiled(x, jax.device_put(w, spread), labels)
     exact = with_gradients(head(cross_entropy))(x, w, labels)
-    for one, other in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    assert_close(found, exact, rtol=1e-2, atol=1e-3)
 
 
 def test_inside_shard_map():
@@ -355,11 +342,9 @@ def test_inside_shard_map():
 
     def loss(x, w, labels):
         part = lambda x, labels: lax.pmean(head(cross_entropy)(x, w, labels), "data")
-        return jax.shard_map(part, mesh=mesh, in_specs=(spec, spec), out_specs=PartitionSpec())(
-            x, labels
-        )
+        places = {"in_specs": (spec, spec), "out_specs": PartitionSpec()}
+        return jax.shard_map(part, mesh=mesh, **places)(x, labels)
 
     args = arguments()
     found = with_gradients(jmp.autocast(loss, "mixed_float16"))(*args)
-    for one, other in zip(*map(jax.tree.leaves, (found, with_gradients(loss)(*args))), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    assert_close(found, with_gradients(loss)(*args), rtol=1e-2, atol=1e-3)

@@ -12,7 +12,7 @@ from jax import lax
 import jmp
 from jmp import diagnostics
 from jmp.adapters import linen
-from tests.products import PRODUCTS, equations, equations_of
+from tests.products import PRODUCTS, named
 
 F16 = "mixed_float16"
 X = jax.random.normal(jax.random.key(0), (4, 4))
@@ -25,8 +25,7 @@ def products(function, *args):
     """Operand dtype and precision of each product, in the order of the program."""
     return [
         (str(e.invars[0].aval.dtype), _name(e.params["precision"]))
-        for e in equations_of(function, *(args or (X,)))
-        if e.primitive.name in PRODUCTS
+        for e in named(PRODUCTS, function, *(args or (X,)))
     ]
 
 
@@ -114,8 +113,7 @@ def test_every_product_of_a_region_has_the_highest_precision(region, around):
     function = AROUND[around](jmp.full_precision(REGIONS[region]))
     if region == "a ragged product" and around == "vmap":
         pytest.skip("JAX has no such product")
-    x = X[None] if around == "vmap" else X
-    precisions = found(function, x)
+    precisions = found(function, X[None] if around == "vmap" else X)
     has_none = region == "a product only backward" and around in ("call", "vmap")
     assert set(precisions) == (set() if has_none else {"HIGHEST"})
 
@@ -159,8 +157,7 @@ def test_every_way_to_ask_for_float32_has_it():
     module = Net()
     variables = module.init(jax.random.key(0), X)
     apply = linen.autocast(module.apply, F16, rules=[("head", "float32")])
-    gradient = jax.grad(lambda v: apply(v, X).sum())
-    assert found(gradient, variables).keys() == {"HIGHEST"}
+    assert found(jax.grad(lambda v: apply(v, X).sum()), variables).keys() == {"HIGHEST"}
 
 
 def test_a_scope_inside_what_runs_as_written_is_a_region():
@@ -177,14 +174,12 @@ def test_a_scope_inside_what_runs_as_written_is_a_region():
 def test_the_condition_of_a_loop_that_is_lowered_may_hold_a_region():
     exact = jmp.full_precision(lambda x: x @ X)
     is_on = lambda x: jnp.argmax(exact(x)[0]) != 0
-    function = lowered(lambda x: lax.while_loop(is_on, lambda x: x @ X, x))
-    assert found(function) == {"HIGHEST": 1}
+    assert found(lowered(lambda x: lax.while_loop(is_on, lambda x: x @ X, x))) == {"HIGHEST": 1}
 
 
 def test_products_that_are_sums_have_it():
     # An inner product is kept in float32 for its numerics.
-    functions = [lambda x: jnp.vdot(x, X), lambda x: jnp.einsum("bd,bd->b", x, X).sum()]
-    for function in functions:
+    for function in (lambda x: jnp.vdot(x, X), lambda x: jnp.einsum("bd,bd->b", x, X).sum()):
         assert found(jax.grad(lowered(function))).keys() == {"HIGHEST"}
 
 
@@ -232,8 +227,7 @@ def test_what_a_precise_product_reads_is_not_rounded_before():
         step = lambda carry, _: (jnp.matmul(carry, X, precision="highest"), None)
         return lax.scan(step, y, length=2)[0]
 
-    jaxpr = jax.make_jaxpr(lowered(function))(X).jaxpr
-    casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    casts = named("convert_element_type", lowered(function), X)
     to_half = [e for e in casts if e.outvars[0].aval.dtype == jnp.float16]
     assert len(to_half) == 2  # the operands of the first product
 
@@ -261,9 +255,8 @@ def test_an_exponential_of_a_matrix_between_products_in_float16():
     # Behind one product of inputs it would keep that in float32, since it rounds a logarithm.
     function = lambda w, x: jax.scipy.linalg.expm(x @ w @ w) @ w
     eye = jnp.eye(4)
-    np.testing.assert_allclose(
-        jax.jit(lowered(function))(eye, 2 * eye), np.exp(2.0) * eye, rtol=1e-3
-    )
+    found = jax.jit(lowered(function))(eye, 2 * eye)
+    np.testing.assert_allclose(found, np.exp(2.0) * eye, rtol=1e-3)
 
 
 # The global default.
@@ -429,10 +422,8 @@ def test_layers_of_a_region_that_are_alike_still_share_a_trace():
                 x = jnp.tanh(jax.nn.silu(x)) * jnp.exp(x)
             return x
 
-        jaxpr = jax.make_jaxpr(
-            lowered(lambda x: function(run)(jnp.broadcast_to(x @ X, (4096, 4, 4))))
-        )(X)
-        return len([e for e in jaxpr.eqns if e.primitive.name == "remat2"])
+        repeated = lowered(lambda x: function(run)(jnp.broadcast_to(x @ X, (4096, 4, 4))))
+        return len([e for e in jax.make_jaxpr(repeated)(X).eqns if e.primitive.name == "remat2"])
 
     assert layers(jmp.full_precision) == layers(lambda f: f)
 
@@ -488,7 +479,6 @@ def test_the_price_of_the_highest_precision_is_a_hazard():
     # One that takes less than a hundredth has hardly a price.
     many = lambda x: exact(lax.scan(lambda c, _: (c @ X, None), x, length=100)[0])
     assert report(many).hazards == []
-    assert len(report(many, X).hazards) == 0
     assert len(report(lambda x: exact(lax.fori_loop(0, 99, lambda _, c: c @ X, x))).hazards) == 1
     with jax.default_matmul_precision("highest"):
         assert report(function).hazards == []  # the user knows
@@ -504,28 +494,17 @@ def test_the_price_is_that_of_the_modelled_limit():
 
 # Dtypes that autocast leaves.
 
+COMPLEX = "the user chose {}, which has no half type"
 FLOAT64 = "the user chose float64, and autocast lowers only float32: cast to it what may be half"
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (
-            lambda x: x.astype("float64") @ x.astype("float64"),
-            FLOAT64,
-        ),
-        (
-            lambda x: lax.dot(x, x, preferred_element_type=jnp.float64),
-            FLOAT64,
-        ),
-        (
-            lambda x: (x + 1j).astype("complex64") @ X,
-            "the user chose complex64, which has no half type",
-        ),
-        (
-            lambda x: (x + 1j).astype("complex128") @ X,
-            "the user chose complex128, which has no half type",
-        ),
+        (lambda x: x.astype("float64") @ x.astype("float64"), FLOAT64),
+        (lambda x: lax.dot(x, x, preferred_element_type=jnp.float64), FLOAT64),
+        (lambda x: (x + 1j).astype("complex64") @ X, COMPLEX.format("complex64")),
+        (lambda x: (x + 1j).astype("complex128") @ X, COMPLEX.format("complex128")),
     ],
     ids=["float64", "a float64 result", "complex64", "complex128"],
 )

@@ -15,7 +15,7 @@ from testbed import ROOT
 from testbed.op_cases import OP_CASES, OTHERS, UNARY
 from tests.commands import in_full
 from tests.primitives import elementwise
-from tests.products import equations_of, eye
+from tests.products import equations_of, eye, named
 
 SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
 NAMES = [name for name, _, _ in OP_CASES]
@@ -46,9 +46,8 @@ def rounded_by_a_product(x, half=None, dtype=None):
 
 
 def as_float32(results):
-    return jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, results
-    )
+    cast = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(cast, results)
 
 
 def with_casts(name, call, half):
@@ -57,8 +56,7 @@ def with_casts(name, call, half):
 
     # The same product in front, so that both programs are compiled alike: a compiler may round the
     # last bit of an exponential one way in a vectorised loop, and the other way in its remainder.
-    def full(*xs):
-        return call(*(rounded_by_a_product(x, half, jnp.float32) for x in xs))
+    full = lambda *xs: call(*(rounded_by_a_product(x, half, jnp.float32) for x in xs))
 
     def product(*xs):
         return as_float32(call(*(rounded_by_a_product(x, half, half) for x in xs)))
@@ -72,8 +70,7 @@ def with_casts(name, call, half):
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "inputs", "half"),
-    in_full(EVERY_OTHER_HALF | THE_OTHER_HALF, one_of=5),
+    ("name", "call", "inputs", "half"), in_full(EVERY_OTHER_HALF | THE_OTHER_HALF, one_of=5)
 )
 def test_right_to_the_last_bit(name, call, inputs, half):
     policy = jmp.Policy(jnp.float32, half, jnp.float32)
@@ -163,8 +160,7 @@ def cube():
 
 
 def operand_dtype(function, primitive, *args):
-    jaxpr = jax.make_jaxpr(function)(*args)
-    (equation,) = (e for e in jaxpr.jaxpr.eqns if e.primitive is primitive)
+    (equation,) = named(primitive.name, function, *args)
     return equation.invars[0].aval.dtype
 
 

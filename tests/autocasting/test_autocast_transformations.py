@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from tests.commands import in_full
-from tests.products import equations, equations_of, half, ones, product_dtypes
+from tests.errors import assert_close, assert_near
+from tests.products import convolved, equations, equations_of, half, named, ones, product_dtypes
 from tests.saved import printed_residuals
 
 F16 = "mixed_float16"
@@ -33,10 +34,6 @@ def dense(x, w):
 
 def vmapped_with_a_name(x, w):
     return jax.vmap(lambda x: dense(x, w) - lax.pmean(x @ w, "batch"), axis_name="batch")(x)
-
-
-def second_derivative(x, w):
-    return jax.jvp(jax.grad(lambda x: dense(x, w).sum()), (x,), (x,))[1]
 
 
 def scanned(x, w):
@@ -72,12 +69,7 @@ def switched(x, w):
     return lax.switch(jnp.int32(1), choices, x)
 
 
-def recomputed(x, w):
-    return jax.checkpoint(lambda x: dense(dense(x, w), w))(x)
-
-
-def recomputed_with_a_policy(x, w):
-    policy = jax.checkpoint_policies.dots_saveable
+def recomputed(x, w, policy=None):
     return jax.checkpoint(lambda x: dense(dense(x, w), w), policy=policy)(x)
 
 
@@ -137,9 +129,8 @@ def custom_vjp(x, w):
 
 
 def callbacks(x, w):
-    y = jax.pure_callback(
-        lambda y: np.asarray(y) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.stop_gradient(x)
-    )
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    y = jax.pure_callback(lambda y: np.asarray(y) * 2, like, lax.stop_gradient(x))
     return dense(y + x, w)
 
 
@@ -159,13 +150,6 @@ def indexed(x, w):
     y = x @ w
     y = y.at[0].set(1.0).at[1].add(y[0]).at[2].max(0.5).at[3].mul(2.0)
     return y[jnp.array([0, 0, 3])], jnp.sort(y), jnp.argsort(y[0]), lax.top_k(y, 2)
-
-
-def convolved(x, w):
-    image = x.reshape(1, 4, 8, 1)
-    return lax.conv_general_dilated(
-        image, w.reshape(2, 4, 1, 8), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
 
 
 def normalised(x, w):
@@ -201,7 +185,7 @@ FUNCTIONS = {
     "vmap": lambda x, w: jax.vmap(dense, (0, None))(x, w),
     "vmap with a name": vmapped_with_a_name,
     "grad": lambda x, w: jax.grad(lambda x: dense(x, w).sum())(x),
-    "second derivative": second_derivative,
+    "second derivative": lambda x, w: jax.jvp(jax.grad(lambda x: dense(x, w).sum()), (x,), (x,))[1],
     "scan": scanned,
     "scan backwards": lambda x, w: lax.scan(
         lambda h, _: (dense(h, w), h), x, None, length=3, reverse=True, unroll=2
@@ -217,7 +201,9 @@ FUNCTIONS = {
     "switch": switched,
     "associative scan": lambda x, w: lax.associative_scan(jnp.add, x @ w),
     "remat": recomputed,
-    "remat with a policy": recomputed_with_a_policy,
+    "remat with a policy": functools.partial(
+        recomputed, policy=jax.checkpoint_policies.dots_saveable
+    ),
     "remat by name": recomputed_by_name,
     "custom_jvp": custom_jvp,
     "custom_jvp with a product": custom_jvp_with_a_product,
@@ -226,7 +212,7 @@ FUNCTIONS = {
     "references": references,
     "linear algebra": linear_algebra,
     "indexed": indexed,
-    "convolution": convolved,
+    "convolution": lambda x, w: convolved(x.reshape(1, 4, 8, 1), w.reshape(2, 4, 1, 8)),
     "results of all kinds": lambda x, w: {
         "input": x, "again": x, "constant": jnp.ones(2), "number": 3, "none": None, "w": x @ w
     },
@@ -241,12 +227,7 @@ FORWARD_ONLY = ("while", "while in a vmap")
 DIFFERENTIATED = [name for name in FUNCTIONS if name not in (*FORWARD_ONLY, "kernel")]
 
 
-def assert_same(got, expected, atol=0.03):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert jnp.shape(x) == jnp.shape(y)
-        assert jnp.result_type(x) == jnp.result_type(y)
-        np.testing.assert_allclose(x, y, rtol=0.03, atol=atol)
+assert_same = functools.partial(assert_close, rtol=0.03, atol=0.03)
 
 
 @functools.cache
@@ -291,8 +272,7 @@ def test_gradients(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    in_full([n for n in DIFFERENTIATED if n not in ("callbacks", "references")], one_of=2),
+    "name", in_full([n for n in DIFFERENTIATED if n not in ("callbacks", "references")], one_of=2)
 )
 def test_autocast_of_a_gradient(name):
     """Under a grad that stands inside, the derivative is a program like any other."""
@@ -305,8 +285,7 @@ def test_autocast_of_a_gradient(name):
 def test_under_vmap(function):
     xs = jnp.stack([X, -X])
     batched = lambda f: jax.vmap(f, (0, None))
-    got = batched(jmp.autocast(function, F16))(xs, W)
-    assert_same(got, jax.jit(batched(function))(xs, W))
+    assert_same(batched(jmp.autocast(function, F16))(xs, W), jax.jit(batched(function))(xs, W))
 
 
 @pytest.mark.parametrize(
@@ -339,9 +318,7 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
     def block(x):
         return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ W) @ W), policy=policy)(x)
 
-    count = lambda f: sum(
-        e.primitive.name == "dot_general" for e in equations_of(jax.grad(lambda x: f(x).sum()), X)
-    )
+    count = lambda f: len(named("dot_general", jax.grad(lambda x: f(x).sum()), X))
     assert count(jmp.autocast(block, F16)) == count(block)
 
 
@@ -372,8 +349,7 @@ def test_effects_happen_once_and_in_order():
 
 def test_an_effect_whose_result_nobody_reads_is_kept():
     def effects(function):
-        found = equations_of(function, X, W)
-        return sorted(e.primitive.name for e in found if e.effects)
+        return sorted(e.primitive.name for e in equations_of(function, X, W) if e.effects)
 
     assert effects(jmp.autocast(references, F16)) == effects(references) != []
 
@@ -385,8 +361,8 @@ def test_cotangents_of_a_part_add_up_in_float32():
         first, second = jnp.split(x @ w, 2, 1)
         return jnp.sum(first * jax.nn.sigmoid(first) * jnp.tanh(second))
 
-    found = equations_of(jax.grad(jmp.autocast(loss, "mixed_bfloat16")), X, W)
-    sums = [e.outvars[0].aval for e in found if e.primitive.name == "add_any"]
+    added = named("add_any", jax.grad(jmp.autocast(loss, "mixed_bfloat16")), X, W)
+    sums = [equation.outvars[0].aval for equation in added]
     assert {v.dtype for v in sums if v.shape == (4, 4)} == {jnp.dtype("float32")}
 
 
@@ -400,10 +376,9 @@ def mesh():
 
 @pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
 def test_shard_map(mesh, check_vma):
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P("x"), P()),
-        check_vma=check_vma,
-    )  # fmt: skip
+    places = {"in_specs": (P("x"), P()), "out_specs": (P("x"), P())}
+
+    @functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **places)
     def function(x, w):
         y = jnp.tanh(x @ w)
         return y, lax.pmean(lax.psum(y.sum(), "x"), "y")
@@ -456,11 +431,9 @@ def test_collectives_are_the_casts_they_stand_for(mesh, name):
 @pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
 def test_collectives_between_products(mesh, check_vma, quick_compilation):
     everywhere = P(("x", "y"))
+    places = {"in_specs": (everywhere, P()), "out_specs": everywhere}
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(everywhere, P()), out_specs=everywhere,
-        check_vma=check_vma,
-    )  # fmt: skip
+    @functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **places)
     def function(x, w):
         y = jnp.tanh(x @ w)
         constant = lax.stop_gradient(y)  # of maxima JAX has no derivative
@@ -482,28 +455,22 @@ def test_collectives_between_products(mesh, check_vma, quick_compilation):
 
     gradients, values = values_and_gradients(jmp.autocast(function, F16))
     expected_gradients, expected = values_and_gradients(function)
-    for name in expected:
-        np.testing.assert_allclose(values[name], expected[name], atol=0.03, err_msg=name)
-    for x, y in zip(gradients, expected_gradients, strict=True):
-        np.testing.assert_allclose(x, y, atol=0.01 * np.abs(y).max())
+    assert_close(values, expected, atol=0.03)
+    assert_near(gradients, expected_gradients, 0.01)
 
 
 def test_sharding_constraints_stay(mesh):
     sharding = NamedSharding(mesh, P("x", None))
 
-    def function(x):
-        return lax.with_sharding_constraint(x @ W, sharding) @ W
-
-    jaxpr = str(jax.make_jaxpr(jmp.autocast(function, F16))(X))
-    assert "sharding_constraint" in jaxpr
+    function = lambda x: lax.with_sharding_constraint(x @ W, sharding) @ W
+    assert "sharding_constraint" in str(jax.make_jaxpr(jmp.autocast(function, F16))(X))
     assert_same(jax.jit(jmp.autocast(function, F16))(X), function(X))
 
 
 def test_a_jit_with_shardings_inside(mesh):
     sharding = NamedSharding(mesh, P("x", None))
     inner = jax.jit(dense, in_shardings=(sharding, None), out_shardings=sharding)
-    got = jmp.autocast(lambda x, w: inner(x, w) @ w, F16)(X, W)
-    assert_same(got, dense(X, W) @ W)
+    assert_same(jmp.autocast(lambda x, w: inner(x, w) @ w, F16)(X, W), dense(X, W) @ W)
 
 
 def test_donation_outside(mesh):

@@ -4,6 +4,7 @@ Each program is a turn of a loop. The carry that is asked about is called "kept"
 the activation. The loop is a scan and a while loop.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax import lax
 import jmp
 from jmp import _jax_compat
 from testbed import decoding
-from tests.products import equations_of
+from tests.products import equations_of, named
 
 TURNS, ROWS, WIDTH = 8, 4, 16
 PAGE = 2
@@ -42,12 +43,12 @@ def filled(cache, x, t):
     return lax.dynamic_update_slice(cache, (x @ W)[:, None], (0, t, 0))
 
 
-def with_cache(update):
+def with_cache(update, read=attended):
     """A turn that attends to what `update` makes of the cache."""
 
     def turn(kept, x, t):
         kept = update(kept, x, t)
-        return kept, attended(x, kept)
+        return kept, read(x, kept)
 
     return turn
 
@@ -58,10 +59,13 @@ def with_paged_cache(kept, x, t):
     return kept, attended(x, jnp.swapaxes(kept[table], 0, 1).reshape(CACHE.shape))
 
 
-def stacked_rows(kept, x, t):
+def stacked_rows(kept, x, t, read=attended, positioned=lambda x, t: x):
+    """Layers, of whose caches each is a row of "kept"."""
+
     def layer(x, cache):
+        x = positioned(x, t)
         cache = filled(cache, x, t)
-        return attended(x, cache), cache
+        return read(x, cache), cache
 
     x, kept = lax.scan(layer, x, kept)
     return kept, x
@@ -77,17 +81,10 @@ def stacked_carry(kept, x, t):
     return kept, x
 
 
-def stacked_rows_with_rotary_positions(kept, x, t):
-    """Sines of positions inside the loop over the layers."""
-
-    def layer(x, cache):
-        angles = t * 10.0 ** -jnp.arange(WIDTH)
-        x = x * jnp.cos(angles)[None] + jnp.roll(x, 1, -1) * jnp.sin(angles)[None]
-        cache = filled(cache, x, t)
-        return attended(x, cache), cache
-
-    x, kept = lax.scan(layer, x, kept)
-    return kept, x
+def rotated(x, t):
+    """Rotary positions: sines inside the loop over the layers."""
+    angles = t * 10.0 ** -jnp.arange(WIDTH)
+    return x * jnp.cos(angles)[None] + jnp.roll(x, 1, -1) * jnp.sin(angles)[None]
 
 
 def in_a_branch(kept, x, t):
@@ -111,29 +108,21 @@ def of_groups(kept, x, t):
     return kept, attended(x, jnp.repeat(kept, 2, -1))
 
 
-def in_a_region(kept, x, t):
-    kept = filled(kept, x, t)
-    return kept, jmp.full_precision(attended)(x, kept) @ W
+def in_a_region(x, kept):
+    return jmp.full_precision(attended)(x, kept) @ W
 
 
 def in_a_region_of_layers(kept, x, t):
-    def layer(x, cache):
-        cache = filled(cache, x, t)
-        return jmp.full_precision(attended)(x, cache) @ W, cache
-
-    x, kept = lax.scan(layer, x, kept)
+    kept, x = stacked_rows(kept, x, t, in_a_region)
     return kept, x @ W
 
 
-def with_highest(kept, x, t):
-    kept = filled(kept, x, t)
-    return kept, jnp.einsum("bd,btd->bt", x, kept, precision="highest") @ kept[0] @ W
+def with_highest(x, kept):
+    return jnp.einsum("bd,btd->bt", x, kept, precision="highest") @ kept[0] @ W
 
 
-def normalised_on_reading(kept, x, t):
-    kept = filled(kept, x, t)
-    keys = kept * lax.rsqrt(jnp.mean(kept * kept, -1, keepdims=True) + 1e-6)
-    return kept, attended(x, keys)
+def normalised_on_reading(x, kept):
+    return attended(x, kept * lax.rsqrt(jnp.mean(kept * kept, -1, keepdims=True) + 1e-6))
 
 
 def gru(kept, x, t):
@@ -163,55 +152,48 @@ def next_to_a_sum(kept, x, t):
 STACKED = jnp.zeros((2, *CACHE.shape))
 RECORD = jnp.zeros((TURNS, ROWS))
 
-IN_HALF = {
-    "dynamic_update_slice": Turn(with_cache(filled)),
-    "at set": Turn(with_cache(lambda kept, x, t: kept.at[:, t].set(x @ W))),
-    "set, with drop": Turn(with_cache(lambda kept, x, t: kept.at[:, t].set(x @ W, mode="drop"))),
-    "what islands write": Turn(with_cache(lambda kept, x, t: kept.at[:, t].set(jnp.exp(x)))),
-    "a window": Turn(with_cache(lambda kept, x, t: jnp.concatenate([kept[:, 1:], x[:, None]], 1))),
-    "roll": Turn(with_cache(lambda kept, x, t: jnp.roll(kept, -1, 1).at[:, -1].set(x @ W))),
-    "beams": Turn(with_cache(lambda kept, x, t: filled(kept, x, t)[jnp.array([1, 0, 3, 3])])),
-    "beams along an axis": Turn(
-        with_cache(
-            lambda kept, x, t: jnp.take_along_axis(
-                filled(kept, x, t), jnp.array([1, 0, 3, 3])[:, None, None], 0
-            )
-        )
+# What a turn makes of the cache before it attends to it.
+UPDATED = {
+    "dynamic_update_slice": filled,
+    "at set": lambda kept, x, t: kept.at[:, t].set(x @ W),
+    "set, with drop": lambda kept, x, t: kept.at[:, t].set(x @ W, mode="drop"),
+    "what islands write": lambda kept, x, t: kept.at[:, t].set(jnp.exp(x)),
+    "a window": lambda kept, x, t: jnp.concatenate([kept[:, 1:], x[:, None]], 1),
+    "roll": lambda kept, x, t: jnp.roll(kept, -1, 1).at[:, -1].set(x @ W),
+    "beams": lambda kept, x, t: filled(kept, x, t)[jnp.array([1, 0, 3, 3])],
+    "beams along an axis": lambda kept, x, t: jnp.take_along_axis(
+        filled(kept, x, t), jnp.array([1, 0, 3, 3])[:, None, None], 0
     ),
+    "finished sequences": lambda kept, x, t: jnp.where(
+        x[:, :1, None] > 0, filled(kept, x, t), kept
+    ),
+    "a branch": lambda kept, x, t: in_a_branch(kept, x, t)[0],
+    "heads": lambda kept, x, t: filled(kept, x, t).reshape(ROWS, TURNS, 2, 8).reshape(kept.shape),
+}
+IN_HALF = {
+    **{name: Turn(with_cache(update)) for name, update in UPDATED.items()},
     "pages": Turn(with_paged_cache, jnp.zeros((TURNS // PAGE, ROWS, PAGE, WIDTH))),
     "a place for each sequence": Turn(for_each_sequence),
     "layers as rows": Turn(stacked_rows, STACKED),
-    "layers as rows, with rotary positions": Turn(stacked_rows_with_rotary_positions, STACKED),
+    "layers as rows, with rotary positions": Turn(
+        functools.partial(stacked_rows, positioned=rotated), STACKED
+    ),
     "layers as a carry": Turn(stacked_carry, STACKED),
-    "finished sequences": Turn(
-        with_cache(lambda kept, x, t: jnp.where(x[:, :1, None] > 0, filled(kept, x, t), kept))
-    ),
-    "a branch": Turn(with_cache(lambda kept, x, t: in_a_branch(kept, x, t)[0])),
     "transposed": Turn(
-        lambda kept, x, t: (
-            kept.at[:, :, t].set(x @ W),
-            attended(x, jnp.swapaxes(kept, 1, 2)),
-        ),
+        lambda kept, x, t: (kept.at[:, :, t].set(x @ W), attended(x, jnp.swapaxes(kept, 1, 2))),
         jnp.swapaxes(CACHE, 1, 2),
-    ),
-    "heads": Turn(
-        with_cache(
-            lambda kept, x, t: filled(kept, x, t).reshape(ROWS, TURNS, 2, 8).reshape(kept.shape)
-        )
     ),
     "groups of heads": Turn(of_groups, CACHE[..., : WIDTH // 2]),
     "checkpoint": Turn(jax.checkpoint(with_cache(filled))),
     "jit": Turn(jax.jit(with_cache(filled))),
-    "read before it is written": Turn(
-        lambda kept, x, t: (filled(kept, x, t), attended(x, kept)),
-    ),
+    "read before it is written": Turn(lambda kept, x, t: (filled(kept, x, t), attended(x, kept))),
     "filled before the loop": Turn(
         with_cache(filled), jnp.pad(X[:, None] @ W, ((0, 0), (0, 7), (0, 0)))
     ),
     "returned": Turn(with_cache(filled), after=lambda kept: kept),
     "multiplied after the loop": Turn(with_cache(filled), after=lambda kept: kept[:, 0] @ W),
     "cast by the user": Turn(
-        lambda kept, x, t: (filled(kept, x, t), attended(x, kept.astype(jnp.bfloat16))),
+        lambda kept, x, t: (filled(kept, x, t), attended(x, kept.astype(jnp.bfloat16)))
     ),
     "hidden state": Turn(lambda kept, x, t: (jnp.tanh(kept @ W + x), x @ W), X),
     "hidden state, read after": Turn(
@@ -240,10 +222,10 @@ IN_FLOAT32 = {
         lambda kept: kept,
     ),
     "a record through a branch": Turn(record_through_a_branch, RECORD, lambda kept: kept),
-    "normalised on reading": Turn(normalised_on_reading),
+    "normalised on reading": Turn(with_cache(filled, normalised_on_reading)),
     "read by a sum after the loop": Turn(with_cache(filled), after=lambda kept: jnp.sum(kept**2)),
-    "a product with precision": Turn(with_highest),
-    "a region": Turn(in_a_region),
+    "a product with precision": Turn(with_cache(filled, with_highest)),
+    "a region": Turn(with_cache(filled, in_a_region)),
     "a region inside layers": Turn(in_a_region_of_layers, STACKED),
     "clipped": Turn(with_cache(lambda kept, x, t: jnp.clip(filled(kept, x, t), -1, 1))),
     "an angle": Turn(
@@ -279,7 +261,7 @@ def dtypes_kept(case, loop):
     """Returns the dtypes of "kept" as the loop under autocast carries it."""
     mixed = jmp.autocast(looped(case, loop), "mixed_bfloat16")
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(case.kept)]
-    equation = next(e for e in equations_of(mixed, case.kept, X) if e.primitive.name == loop)
+    equation, *_ = named(loop, mixed, case.kept, X)
     params = equation.params
     if loop == "scan":
         _, carries, _ = _jax_compat.Scan.of(params).split(equation.invars)
@@ -321,8 +303,7 @@ def test_the_gradient_of_a_buffer_adds_up_in_float32(policy):
     def loss(prefix):
         def turn(carry, _):
             kept, x = carry
-            y = kept[:1] @ jnp.eye(WIDTH)[:, :1]
-            return (kept.at[1].set(jnp.tanh(x)), x), y
+            return (kept.at[1].set(jnp.tanh(x)), x), (kept[:1] @ jnp.eye(WIDTH)[:, :1])
 
         return jnp.sum(scanned(turn, (prefix, jnp.zeros(WIDTH)), 4096)[1])
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from tests.commands import in_full
-from tests.errors import assert_all_derivatives, relative_error
+from tests.errors import assert_all_derivatives, assert_near, relative_error
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
 FIRST = ("NCHW", "OIHW", "NCHW")
@@ -30,15 +30,19 @@ OTHERS = {
 }
 
 
+def drawn(*shapes, draw=lambda rng, shape: rng.normal(size=shape)):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(draw(rng, shape), jnp.float32) for shape in shapes]
+
+
 def made(shape, kernel, *settings, groups=1):
     """Returns a loss of one convolution, and its kernel and input."""
-    rng = np.random.default_rng(0)
 
     def loss(w, x):
         y = lax.conv_general_dilated(x, w, *settings, feature_group_count=groups)
         return jnp.sum(jnp.tanh(y / 4) * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
 
-    return loss, *(jnp.asarray(rng.normal(size=size), jnp.float32) for size in (kernel, shape))
+    return loss, *drawn(kernel, shape)
 
 
 def gradients(loss, platform):
@@ -90,10 +94,9 @@ def test_so_are_those_whose_gradients_need_a_sharding():
 @pytest.mark.parametrize("argnums", [(0,), (1,), (0, 1)])
 def test_derivatives_of_integers_are_exact_alone_and_mapped(argnums):
     plain = lambda w, x: lax.conv_transpose(x, w, (2,), "SAME")
-    rng = np.random.default_rng(0)
     shapes = (3, 3, 2, 4), (3, 1, 5, 2)
-    arguments = [jnp.asarray(rng.integers(-3, 4, size=size), jnp.float32) for size in shapes]
-    tangents = [jnp.asarray(rng.integers(-3, 4, size=size), jnp.float32) for size in shapes]
+    numbers = drawn(*shapes, *shapes, draw=lambda rng, shape: rng.integers(-3, 4, size=shape))
+    arguments, tangents = numbers[:2], numbers[2:]
 
     def derivatives(function):
         def of_one(arguments, tangents):
@@ -113,37 +116,25 @@ def test_derivatives_of_integers_are_exact_alone_and_mapped(argnums):
 
 @pytest.mark.full
 def test_it_has_all_derivatives():
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(lax.conv_transpose(x, w, (2,), "SAME")))
-
-    rng = np.random.default_rng(0)
-    w, x = (jnp.asarray(rng.normal(size=size) / 2, jnp.float32) for size in ((2, 2, 2), (2, 4, 2)))
+    loss = lambda w, x: jnp.sum(jnp.tanh(lax.conv_transpose(x, w, (2,), "SAME")))
+    w, x = (array / 2 for array in drawn((2, 2, 2), (2, 4, 2)))
     mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
     for argument in (0, 1):
         assert_all_derivatives(mixed, loss, 0.03, w, x, argnums=argument)
 
-    def of_both(function):
-        return jax.jacrev(jax.jacrev(function, 1))(w, x)
-
-    exact = of_both(loss)
-    np.testing.assert_allclose(of_both(mixed), exact, atol=0.03 * jnp.abs(exact).max())
+    of_both = lambda function: jax.jacrev(jax.jacrev(function, 1))(w, x)
+    assert_near(of_both(mixed), of_both(loss), 0.03)
 
 
 @pytest.mark.full
 def test_it_maps_over_kernels_and_runs_in_a_loop():
-    def layer(x, w):
-        return jnp.tanh(lax.conv_transpose(x, w, (2,), "SAME"))[:, ::2]
-
-    def alone(w, x):
-        return jnp.sum(layer(x, w))
+    layer = lambda x, w: jnp.tanh(lax.conv_transpose(x, w, (2,), "SAME"))[:, ::2]
+    alone = lambda w, x: jnp.sum(layer(x, w))
 
     def looped(ws, x):
         return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0])
 
-    rng = np.random.default_rng(0)
-    ws, x = (
-        jnp.asarray(rng.normal(size=size) / 2, jnp.float32) for size in ((3, 2, 2, 2), (3, 4, 2))
-    )
+    ws, x = (array / 2 for array in drawn((3, 2, 2, 2), (3, 4, 2)))
     for loss, mapped in ((alone, (0, None)), (alone, (None, 0)), (looped, None)):
         arguments = ws if mapped != (None, 0) else ws[0], x if mapped != (None, 0) else x[:, None]
         found, exact = (

@@ -11,7 +11,13 @@ from jmp.autocasting.targets import _pick
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
 from tests.errors import largest_error
-from tests.products import equations_of
+from tests.products import named
+
+
+def text(decoder):
+    """Returns parameters, and a text that these generate."""
+    params, first = decoder.example()
+    return params, jnp.concatenate([first[None], decoder(params, first)[0]])
 
 
 @pytest.mark.full
@@ -20,9 +26,7 @@ from tests.products import equations_of
 def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
     exact = Decoder(loop=loop, cache=cache, **SMALL)
     by_hand = Decoder(jnp.bfloat16, loop, cache, **SMALL)
-    params, first = exact.example()
-    tokens, _ = exact(params, first)
-    tokens = jnp.concatenate([first[None], tokens])
+    params, tokens = text(exact)
     score = jmp.autocast(exact.score, "mixed_bfloat16")
     ours = logprob_gap(exact.score, score)(params, tokens)
     theirs = logprob_gap(exact.score, by_hand.score)(params, tokens)
@@ -35,9 +39,7 @@ def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
 def test_prefill_and_decoding_are_no_further_apart_than_by_hand(half):
     exact = Decoder(**SMALL)
     by_hand = Decoder(getattr(jnp, half), **SMALL)
-    params, first = exact.example()
-    tokens, _ = exact(params, first)
-    tokens = jnp.concatenate([first[None], tokens])
+    params, tokens = text(exact)
     at_once, in_turns = (
         jmp.autocast(function, f"mixed_{half}") for function in (exact.score_at_once, exact.score)
     )
@@ -67,24 +69,25 @@ def test_sampling_takes_random_bits_as_without_autocast():
 
 def weights_in_loops(function, *args):
     """Returns the dtypes of the matrices that the outermost loop of a program closes over."""
-    loop = next(e for e in equations_of(function, *args) if e.primitive.name == "scan")
+    loop, *_ = named("scan", function, *args)
     constants, _, _ = _jax_compat.Scan.of(loop.params).split(loop.invars)
     matrices = [x.aval for x in constants if x.aval.ndim > 1 and min(x.aval.shape[-2:]) > 2]
     assert matrices
     return {str(matrix.dtype) for matrix in matrices}
 
 
-@pytest.mark.parametrize("way", ["plain", "vmap", "checkpoint", "jit", "eight devices"])
+AROUND = {"checkpoint": jax.checkpoint, "jit": jax.jit}
+
+
+@pytest.mark.parametrize("way", ["plain", "vmap", *AROUND, "eight devices"])
 def test_weights_are_rounded_before_the_loop(way):
     decoder = Decoder(**SMALL)
     params, first = decoder.example()
     generate = jmp.autocast(decoder, "mixed_bfloat16")
     if way == "vmap":
         generate, first = jax.vmap(generate, (None, 0)), jnp.stack([first, first])
-    if way == "checkpoint":
-        generate = jax.checkpoint(generate)
-    if way == "jit":
-        generate = jax.jit(generate)
+    if way in AROUND:
+        generate = AROUND[way](generate)
     if way == "eight devices":
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
@@ -101,8 +104,7 @@ def test_weights_are_rounded_before_the_loop(way):
 def test_differentiated_generation_has_float32_weights_and_caches(cache):
     """The gradient of a text's log-probability through the loop, as without a cache."""
     decoder = Decoder(cache=cache, **{**SMALL, "length": 16})
-    params, first = decoder.example()
-    tokens = jnp.concatenate([first[None], decoder(params, first)[0]])
+    params, tokens = text(decoder)
     exact = jax.grad(lambda p: decoder.score(p, tokens).mean())(params)
     mixed = jmp.autocast(decoder.score, "mixed_bfloat16")
     found = jax.grad(lambda p: mixed(p, tokens).mean())(params)
@@ -110,18 +112,14 @@ def test_differentiated_generation_has_float32_weights_and_caches(cache):
     assert largest_error(found, exact) < 0.03
 
 
-def count_gathers(function, *args):
-    return sum(e.primitive.name == "gather" for e in equations_of(function, *args))
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_labels_are_gathered_where_no_gradient_goes_backwards(loop, monkeypatch):
     monkeypatch.setattr(_pick, "LARGE", 1)
     decoder = Decoder(loop=loop, **SMALL)
-    params, first = decoder.example()
-    tokens = jnp.concatenate([first[None], decoder(params, first)[0]])
+    params, tokens = text(decoder)
     rows, labels = 1, 1
     mixed = jmp.autocast(decoder.score, "mixed_bfloat16")
-    assert count_gathers(mixed, params, tokens) == rows + labels
+    assert len(named("gather", mixed, params, tokens)) == rows + labels
     if loop == "scan":  # JAX does not transpose the other
-        assert count_gathers(jax.grad(lambda p: mixed(p, tokens).mean()), params) == rows
+        gradient = jax.grad(lambda p: mixed(p, tokens).mean())
+        assert len(named("gather", gradient, params)) == rows

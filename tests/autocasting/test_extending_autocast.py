@@ -15,7 +15,7 @@ from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.targets._rewriting import rewriting
 from testbed.passes import with_first
 from tests.primitives import elementwise
-from tests.products import equations_of
+from tests.products import named
 
 W = jnp.eye(128)
 X = jnp.linspace(-2, 2, 128 * 128).reshape(128, 128)
@@ -31,14 +31,11 @@ def softsign():
 
 def dtypes_read_by(name, fun, *args):
     """The dtypes that the equations of one primitive read, at any depth."""
-    found = (e for e in equations_of(fun, *args) if e.primitive.name == name)
-    return {str(atom.aval.dtype) for equation in found for atom in equation.invars}
+    return {str(atom.aval.dtype) for e in named(name, fun, *args) for atom in e.invars}
 
 
 def test_a_new_rule_is_one_row(softsign):
-    def layers(x):
-        return jnp.sum(softsign.bind(x @ W) @ W)
-
+    layers = lambda x: jnp.sum(softsign.bind(x @ W) @ W)
     autocast = jmp.autocast(layers, "mixed_float16")
     assert dtypes_read_by(softsign.name, autocast, X) == {"float32"}
 
@@ -55,7 +52,7 @@ def test_a_new_product_names_the_parameter_that_says_its_dtype():
     register_rule(product, "low", "runs on the tensor cores", dtype_param="dtype")
 
     autocast = jmp.autocast(lambda x: product.bind(x, W, dtype=X.dtype), "mixed_float16")
-    (equation,) = (e for e in equations_of(autocast, X) if e.primitive is product)
+    (equation,) = named(product.name, autocast, X)
     assert equation.params["dtype"] == equation.invars[0].aval.dtype == jnp.float16
 
 
@@ -100,12 +97,8 @@ def test_a_new_kind_of_nested_equation_is_one_class():
     def rule(axis_size, in_batched, x):
         return jax.vmap(lambda x: jnp.tanh(x @ W))(x), True
 
-    def layers(x):
-        return jnp.mean(layer(x @ W) ** 2)
-
-    def report():
-        return diagnostics.precision_report(layers, "mixed_float16")(X)
-
+    layers = lambda x: jnp.mean(layer(x @ W) ** 2)
+    report = lambda: diagnostics.precision_report(layers, "mixed_float16")(X)
     assert report().half_flops_share == 0.5
 
     register_kind(["custom_vmap_call"], CustomVmap())

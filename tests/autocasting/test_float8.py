@@ -20,7 +20,7 @@ from jmp import diagnostics
 from testbed.gpt2 import GPT2, gpt2
 from tests.commands import in_full
 from tests.errors import relative_error
-from tests.products import equations, equations_of
+from tests.products import equations_of, named
 
 pytestmark = pytest.mark.usefixtures("small_is_float8")
 F8, BF16 = "mixed_float8", "mixed_bfloat16"
@@ -46,7 +46,7 @@ def gradient_of(fun, *argnums, **options):
 
 def operands_in_float8(fun, *args):
     """Counts the arrays that a program rounds to float8."""
-    casts = (e for e in equations_of(fun, *args) if e.primitive.name == "convert_element_type")
+    casts = named("convert_element_type", fun, *args)
     return sum(str(cast.params["new_dtype"]).startswith("float8") for cast in casts)
 
 
@@ -63,8 +63,7 @@ def test_products_of_parameters_on_the_way_to_another_are_float8_and_the_head_is
     found = rows(loss, W, X)
     assert [dtype for dtype, _ in found] == ["float8_e4m3fn", "float8_e4m3fn", "bfloat16"]
     assert "feeds no other product" in found[-1][1]
-    grads = jax.grad(jmp.autocast(loss, F8))(W, X)
-    assert all(g.dtype == np.float32 for g in grads)
+    assert all(g.dtype == np.float32 for g in jax.grad(jmp.autocast(loss, F8))(W, X))
 
 
 def test_a_product_of_two_activations_is_float8_on_request_alone():
@@ -202,16 +201,11 @@ def test_the_largest_number_is_the_largest_of_float8_and_comes_back_in_its_size(
 @pytest.mark.parametrize("place", ["input", "parameter", "cotangent"])
 def test_what_is_not_finite_comes_out_not_finite(bad, place):
     product = jmp.autocast(lambda w, x: (x @ w) @ jnp.eye(16), F8)
-    w, x, ct = W[0], X, jnp.ones_like(X)
-    if place == "input":
-        x = x.at[3, 4].set(bad)
-    elif place == "parameter":
-        w = w.at[3, 4].set(bad)
-    else:
-        ct = ct.at[3, 4].set(bad)
-    y, vjp = jax.vjp(product, w, x)
+    given = {"parameter": W[0], "input": X, "cotangent": jnp.ones_like(X)}
+    given[place] = given[place].at[3, 4].set(bad)
+    y, vjp = jax.vjp(product, given["parameter"], given["input"])
     assert place == "cotangent" or not bool(jnp.isfinite(y[3]).all())
-    dw, dx = vjp(ct)
+    dw, dx = vjp(given["cotangent"])
     assert not bool(jnp.isfinite(dw).all() and jnp.isfinite(dx).all())
 
 
@@ -279,11 +273,14 @@ OTHER_READERS = {
 
 def maxima(fun, *args, at_least=32 * 64):
     """Counts the reductions to a largest number of as many numbers as `x @ ws[0]` has."""
-    found = (e for e in equations_of(fun, *args) if e.primitive.name == "reduce_max")
-    return sum(maximum.invars[0].aval.size >= at_least for maximum in found)
+    return sum(e.invars[0].aval.size >= at_least for e in named("reduce_max", fun, *args))
 
 
-def loss_behind(between, other=lambda h, g: 0.0):
+def nobody(h, g):
+    return 0.0
+
+
+def loss_behind(between, other=nobody):
     """Returns a loss of two products behind a function of two, and the first's result."""
 
     def of(ws, x):
@@ -311,17 +308,10 @@ def test_of_what_stands_between_two_products_no_maximum_is_read(name):
     assert bounded < 1.2 * relative_error(with_maxima(WIDE, STACK)[0], exact) < 0.18
 
 
-@pytest.mark.parametrize("name", in_full(NOT_BOUNDED.keys(), one_of=2))
-def test_what_has_no_good_bound_has_its_maximum(name):
-    of = only_loss(loss_behind(NOT_BOUNDED[name]))
-    gradient = gradient_of(jmp.autocast(of, F8))
-    assert maxima(gradient, WIDE, STACK) > 0
-    assert relative_error(gradient(WIDE, STACK), gradient_of(of)(WIDE, STACK)) < 0.15
-
-
-@pytest.mark.parametrize("name", OTHER_READERS)
-def test_what_others_read_too_has_its_maximum(name):
-    of = only_loss(loss_behind(BOUNDED["gelu"], OTHER_READERS[name]))
+@pytest.mark.parametrize("name", [*in_full(NOT_BOUNDED.keys(), one_of=2), *OTHER_READERS])
+def test_what_has_no_good_bound_or_others_read_too_has_its_maximum(name):
+    between = NOT_BOUNDED.get(name, BOUNDED["gelu"])
+    of = only_loss(loss_behind(between, OTHER_READERS.get(name, nobody)))
     gradient = gradient_of(jmp.autocast(of, F8))
     assert maxima(gradient, WIDE, STACK) > 0
     assert relative_error(gradient(WIDE, STACK), gradient_of(of)(WIDE, STACK)) < 0.15
@@ -335,9 +325,7 @@ def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
     x = size * jnp.repeat(direction, 32, 0)[None]
     ws = (jnp.repeat(direction.T, 64, 1), jnp.repeat(direction, 64, 0), WIDE[2])
 
-    def of(ws, x):
-        return (BOUNDED[name](x @ ws[0], x @ ws[1].T) @ ws[1]) @ ws[2]
-
+    of = lambda ws, x: (BOUNDED[name](x @ ws[0], x @ ws[1].T) @ ws[1]) @ ws[2]
     result, vjp = jax.vjp(jmp.autocast(of, F8), ws, x)
     expected, exact_vjp = jax.vjp(of, ws, x)
     assert relative_error(result, expected) < 0.1
@@ -365,8 +353,7 @@ def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
     ids=["a step", "a jump"],
 )
 def test_bounds_hold_where_functions_jump(function):
-    def of(ws, x):
-        return jnp.mean(((function(x @ ws[0]) @ ws[1]) @ ws[2]) ** 2)
+    of = lambda ws, x: jnp.mean(((function(x @ ws[0]) @ ws[1]) @ ws[2]) ** 2)
 
     # Aligned: these results are as large as Cauchy and Schwarz's bound.
     x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])
@@ -390,9 +377,7 @@ def test_the_difference_of_each_two_numbers_has_no_bound_of_a_number_minus_itsel
 
 
 def test_bounds_hold_if_large_numbers_cancel_in_bfloat16():
-    def of(ws, x):
-        return (jnp.maximum(x @ ws[0], 0.0) + 1000.0 - 1000.0) @ ws[1] @ ws[2]
-
+    of = lambda ws, x: (jnp.maximum(x @ ws[0], 0.0) + 1000.0 - 1000.0) @ ws[1] @ ws[2]
     x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])  # 2.4, which becomes 4
     assert bool(jnp.isfinite(jmp.autocast(of, F8)(ws, x)).all())
 
@@ -402,8 +387,7 @@ def test_cotangents_of_what_examples_of_a_vmap_share_add_up_within_their_bound()
 
     def gradient(fun):
         def total(up, gate):
-            one = lambda down: fun((up, gate, down, WIDE[2]), X)
-            return jax.vmap(one)(downs).sum()
+            return jax.vmap(lambda down: fun((up, gate, down, WIDE[2]), X))(downs).sum()
 
         return gradient_of(total, (0, 1))(WIDE[0], WIDE[1].T)
 
@@ -457,15 +441,12 @@ def unrolled(ws, x):
 def rematted(ws, x):
     policy = jax.checkpoint_policies.dots_saveable
     for i, w in enumerate(ws):
-        body = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy if i else None)
-        x = body(x, w)
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy if i else None)(x, w)
     return jnp.mean(x**2)
 
 
 def branched(ws, x):
-    def twice(x):
-        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
-
+    twice = lambda x: jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
     return jnp.mean((lax.cond(x[0, 0] > -9, twice, lambda x: x, x) @ ws[2]) ** 2)
 
 
@@ -497,8 +478,7 @@ def test_a_branch_multiplies_in_float8():
 
 def test_what_a_scan_keeps_is_float8():
     def kept(policy):
-        report = diagnostics.precision_report(scanned, policy)(W, X)
-        return report.residual_bytes
+        return diagnostics.precision_report(scanned, policy)(W, X).residual_bytes
 
     assert kept(F8)["float8_e4m3fn"] == 3 * (32 * 16 + 16 * 16)
     assert kept(F8).get("bfloat16", 0) <= kept(BF16)["bfloat16"] - 2 * 3 * 32 * 16
@@ -518,12 +498,10 @@ def test_examples_of_a_vmap_share_one_scale():
     got = per_example(W, xs)
     assert relative_error(got, jax.vmap(jax.grad(loss), (None, 0))(W, xs)) < 0.1
     # A scale is at least 2**-126, by a maximum; what is multiplied has none.
-    maxima = (e for e in equations_of(per_example, W, xs) if e.primitive.name == "max")
-    scales = [maximum.outvars[0].aval.shape for maximum in maxima]
+    scales = [maximum.outvars[0].aval.shape for maximum in named("max", per_example, W, xs)]
     assert len(scales) >= 6 and set(scales) == {()}
     inside = jax.grad(lambda ws: jmp.autocast(jax.vmap(loss, (None, 0)), F8)(ws, xs).sum())(W)
-    outside = jax.tree.map(lambda g: g.sum(0), got)
-    assert relative_error(inside, outside) < 0.1
+    assert relative_error(inside, jax.tree.map(lambda g: g.sum(0), got)) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -546,11 +524,8 @@ def test_layouts_of_einsum_have_the_gradients_of_bfloat16(layout, left, right):
 
     def of(a, b):
         y = jnp.einsum(layout, a, b)
-        return jnp.sum(
-            y.reshape(-1, y.shape[-1])
-            @ jnp.eye(y.shape[-1])
-            * jnp.arange(1.0, 1 + y.shape[-1])[None]
-        )
+        y = y.reshape(-1, y.shape[-1]) @ jnp.eye(y.shape[-1])
+        return jnp.sum(y * jnp.arange(1.0, 1 + y.shape[-1])[None])
 
     got = gradient_of(jmp.autocast(of, F8), (0, 1))(*operands)
     expected = gradient_of(of, (0, 1))(*operands)
@@ -567,17 +542,13 @@ def test_forward_mode_is_refused_by_name(around):
 
 def test_a_second_derivative_is_refused_by_name_and_says_what_to_write():
     grad = jax.grad(lambda w: jmp.autocast(loss, F8)((w, *W), X))
-    for second in (
-        jax.grad(lambda w: grad(w).sum()),
-        jax.hessian(lambda w: w.sum() + grad(w).sum()),
-    ):
+    by_hessian = jax.hessian(lambda w: w.sum() + grad(w).sum())
+    for second in (jax.grad(lambda w: grad(w).sum()), by_hessian):
         with pytest.raises(TypeError, match="second derivative was asked for.*'mixed_bfloat16'"):
             second(W[0])
 
     # A penalty on a gradient that is taken inside is a first derivative.
-    def penalty(ws, x):
-        return jnp.sum(jax.grad(loss)(ws, x)[0] ** 2)
-
+    penalty = lambda ws, x: jnp.sum(jax.grad(loss)(ws, x)[0] ** 2)
     got = gradient_of(jmp.autocast(penalty, F8))(W, X)
     assert relative_error(got, gradient_of(penalty)(W, X)) < 0.25
 
@@ -592,11 +563,8 @@ def test_a_custom_jvp_whose_rule_multiplies_keeps_bfloat16():
         (w, x), (dw, dx) = primals, tangents
         return x @ w, x @ dw + dx @ w
 
-    def of(ws, x):
-        return jnp.mean(jnp.tanh(layer(ws[0], x)) @ ws[1])
-
-    got = jax.grad(jmp.autocast(of, F8))(W, X)
-    assert relative_error(got, jax.grad(of)(W, X)) < 0.02
+    of = lambda ws, x: jnp.mean(jnp.tanh(layer(ws[0], x)) @ ws[1])
+    assert relative_error(jax.grad(jmp.autocast(of, F8))(W, X), jax.grad(of)(W, X)) < 0.02
     assert "custom_jvp" in rows(of, W, X)[0][1]
 
 
@@ -638,21 +606,16 @@ def test_devices_that_share_parameters_have_the_gradients_of_one(
     exact, one = gradients_of_one(policy)
     inside = jmp.autocast(of, policy) if place != "outside" else of
 
-    def mean(ws, x):
-        return lax.pmean(inside(ws, x), "d")
+    mean = lambda ws, x: lax.pmean(inside(ws, x), "d")
 
     def mean_gradient(ws, x):
         grads = jax.grad(mean if check_vma else inside)(ws, x)
         return grads if check_vma else lax.pmean(grads, "d")
 
-    mapped = jax.shard_map(
-        mean_gradient if place == "gradient inside" else mean,
-        mesh=MESH,
-        in_specs=(P(), P("d")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    step = mapped if place == "gradient inside" else jax.grad(mapped)
+    is_inside = place == "gradient inside"
+    places = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+    mapped = jax.shard_map(mean_gradient if is_inside else mean, mesh=MESH, **places)
+    step = mapped if is_inside else jax.grad(mapped)
     if place == "outside":
         step = jax.grad(jmp.autocast(mapped, policy))
     got = jax.jit(step)(WIDE, x)
@@ -679,14 +642,10 @@ def test_devices_under_jit_share_scales():
     assert relative_error(grads, expected) < 0.03
 
 
-def names_and_dtypes(jaxpr, prefix):
+def dtypes_given_by(prefix, fun, *args):
     """Lists the dtypes that primitives of a prefix give, at any depth."""
-    found = (e for e in equations(jaxpr) if e.primitive.name.startswith(prefix))
+    found = (e for e in equations_of(fun, *args) if e.primitive.name.startswith(prefix))
     return [str(equation.outvars[0].aval.dtype) for equation in found]
-
-
-def axes_of_maxima(jaxpr):
-    return [tuple(e.params["axes"]) for e in equations(jaxpr) if e.primitive.name == "pmax"]
 
 
 def gathered(w):
@@ -702,9 +661,7 @@ def in_shards(fun, check_vma=True, policy=F8, **options):
 def fsdp(gather, gather_in_scan, ws, x):
     """A layer by itself, two in a scan that are gathered again in the backward pass, a head."""
 
-    def turn(x, w):
-        return jnp.tanh(x @ gather_in_scan(w)), None
-
+    turn = lambda x, w: (jnp.tanh(x @ gather_in_scan(w)), None)
     x = jnp.tanh(x @ gather(ws["in"]))
     x, _ = lax.scan(jax.checkpoint(turn), x, ws["layers"])
     return jnp.mean((x @ gather(ws["out"])) ** 2)
@@ -714,9 +671,7 @@ def fsdp(gather, gather_in_scan, ws, x):
 def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_parameter(check_vma):
     ws = {"in": W[0].at[0, 0].set(2.0), "layers": jnp.stack(W[1:]), "out": W[0].T}
     x = X.at[0, 0].set(50.0)
-    by_hand = functools.partial(
-        jmp.gather_params, specs_or_axis="d", dtype="bf16", reduce_dtype="f32"
-    )
+    by_hand = lambda w: jmp.gather_params(w, "d", "bf16", "f32")
     fun = jmp.autocast(functools.partial(fsdp, by_hand, gathered), F8)
 
     def mean_gradient(ws, x):
@@ -731,7 +686,7 @@ def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_parameter(che
     expected_value, expected = jax.value_and_grad(whole)(ws, x)
     np.testing.assert_allclose(value, expected_value, rtol=4e-3)
     assert relative_error(grads, expected) < 0.01
-    dtypes = names_and_dtypes(jax.make_jaxpr(step)(ws, x).jaxpr, "all_gather")
+    dtypes = dtypes_given_by("all_gather", step, ws, x)
     # The first layer's, and the loop's forward and backward; not the head's. Others are bfloat16:
     # they are there for their transposes, and nothing reads what they compute.
     assert dtypes.count("float8_e4m3fn") == 3
@@ -743,42 +698,29 @@ def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_parameter(che
 
 def test_a_gather_is_float8_where_float8_products_alone_read_it_and_reports_say_so():
     def sent(fun, w=W[0], **options):
-        return names_and_dtypes(jax.make_jaxpr(in_shards(fun, **options))(w, X).jaxpr, "all_gather")
+        return dtypes_given_by("all_gather", in_shards(fun, **options), w, X)
 
-    def layer(w, x):
-        return jnp.tanh(x @ gathered(w)) @ W[1]
-
+    layer = lambda w, x: jnp.tanh(x @ gathered(w)) @ W[1]
     assert sent(layer) == ["float8_e4m3fn", "bfloat16"]
     assert sent(layer, policy=BF16) == sent(layer, rules=[("*", BF16)]) == ["bfloat16"]
     assert sent(layer, full=["all_gather"]) == ["float32"]
 
-    def by_a_head(w, x):
-        whole = gathered(w)
-        return jnp.tanh(x @ whole) @ whole
+    activations = lambda w, x: jnp.tanh(gathered(jnp.tanh(x @ W[1])) @ W[2]) @ W[1]
 
-    def by_an_addition(w, x):
-        whole = gathered(w)
-        return jnp.tanh(x @ whole) @ W[1] + whole[:1]
+    def read_by(read, w=W[0]):
+        return sent(lambda w, x: read(gathered(w), x), w)
 
-    def result(w, x):
-        whole = gathered(w)
-        return jnp.tanh(x @ whole) @ W[1], whole
-
-    def sliced(ws, x):
-        whole = gathered(ws)
-        return jnp.tanh(jnp.tanh(x @ whole[:16]) @ whole[16:].T) @ W[1]
-
-    def activations(w, x):
-        return jnp.tanh(gathered(jnp.tanh(x @ W[1])) @ W[2]) @ W[1]
-
+    a_head = lambda w, x: jnp.tanh(x @ w) @ w
+    an_addition = lambda w, x: jnp.tanh(x @ w) @ W[1] + w[:1]
+    the_caller = lambda w, x: (jnp.tanh(x @ w) @ W[1], w)
+    in_slices = lambda w, x: jnp.tanh(jnp.tanh(x @ w[:16]) @ w[16:].T) @ W[1]
     assert sent(activations) == ["float8_e4m3fn", "bfloat16"]
-    assert sent(by_a_head) == ["bfloat16"]
-    assert sent(by_an_addition) == sent(result) == ["float32"]
-    assert sent(sliced, jnp.concatenate(W[:2])) == ["float8_e4m3fn", "bfloat16"]
+    assert read_by(a_head) == ["bfloat16"]
+    assert read_by(an_addition) == read_by(the_caller) == ["float32"]
+    assert read_by(in_slices, jnp.concatenate(W[:2])) == ["float8_e4m3fn", "bfloat16"]
     around = jax.shard_map(layer, mesh=MESH, in_specs=(P("d"), P("d")), out_specs=P("d"))
-    assert "rounded to float8 before it is sent" in str(
-        diagnostics.precision_report(around, F8)(W[0], X)
-    )
+    report = str(diagnostics.precision_report(around, F8)(W[0], X))
+    assert "rounded to float8 before it is sent" in report
 
 
 @pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float32"])
@@ -793,7 +735,7 @@ def test_along_explicit_axes_shards_are_gathered_in_float8(reduce_dtype):
     with jax.set_mesh(mesh):
         ws, x = jax.device_put((W, X), P("d"))
         step = jax.jit(jax.grad(jmp.autocast(of, F8)))
-        dtypes = names_and_dtypes(jax.make_jaxpr(step)(ws, x).jaxpr, "reshard")
+        dtypes = dtypes_given_by("reshard", step, ws, x)
         grads = step(ws, x)
     assert "float8_e4m3fn" in dtypes
     same(jax.device_get(grads), jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
@@ -812,7 +754,7 @@ def test_a_product_whose_parts_devices_add_up_is_float8(check_vma):
     assert [dtype for dtype, _ in rows(mapped, W, X)] == ["float8_e4m3fn"] * 2 + ["bfloat16"]
     value = jax.jit(jmp.autocast(mapped, F8))(W, X)
     np.testing.assert_allclose(value, jmp.autocast(loss, F8)(W, X), rtol=4e-3)
-    axes = axes_of_maxima(jax.make_jaxpr(jmp.autocast(mapped, F8))(W, X).jaxpr)
+    axes = [tuple(e.params["axes"]) for e in named("pmax", jmp.autocast(mapped, F8), W, X)]
     # The batch, the columns of a matrix, what lies between, the rows of the other.
     tracked = [("d",), ("m",), ("d", "m"), ("m",)]
     assert axes == (tracked if check_vma else [("d", "m")] * 4)
@@ -820,8 +762,7 @@ def test_a_product_whose_parts_devices_add_up_is_float8(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_that_go_different_ways_do_not_wait_for_maxima_of_others(check_vma):
-    def twice(w, x):
-        return jnp.tanh(jnp.tanh(x @ w) @ w)
+    twice = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)
 
     def of(w, x):
         device = lax.axis_index("d")
@@ -832,7 +773,7 @@ def test_devices_that_go_different_ways_do_not_wait_for_maxima_of_others(check_v
     places = {"in_specs": (P(), P("d")), "out_specs": P("d")}
     mapped = jax.shard_map(of, mesh=MESH, check_vma=check_vma, **places)
     float8 = jmp.autocast(mapped, F8)
-    assert not names_and_dtypes(jax.make_jaxpr(float8)(W[0], X).jaxpr, "pmax")  # it would hang
+    assert not dtypes_given_by("pmax", float8, W[0], X)  # it would hang
     found = rows(mapped, W[0], X)
     assert [dtype for dtype, _ in found] == ["bfloat16"] * 4
     assert all("devices may go different ways" in why for _, why in found)
@@ -842,23 +783,20 @@ def test_devices_that_go_different_ways_do_not_wait_for_maxima_of_others(check_v
 
 def test_where_all_devices_go_one_way_they_share_scales_and_gather_in_float8():
     def of(w, x):
-        def layer(x):
-            return jnp.tanh(jnp.tanh(x @ gathered(w)) @ W[1])
-
+        layer = lambda x: jnp.tanh(jnp.tanh(x @ gathered(w)) @ W[1])
         return lax.cond(lax.pmax(x[0, 0], "d") > 0, layer, lambda x: x, x) @ W[2]
 
-    tracked, untracked = (jax.make_jaxpr(in_shards(of, vma))(W[0], X) for vma in (True, False))
-    assert names_and_dtypes(tracked.jaxpr, "all_gather") == ["float8_e4m3fn", "bfloat16"]
-    assert names_and_dtypes(untracked.jaxpr, "all_gather") == ["bfloat16"]
+    tracked, untracked = (
+        dtypes_given_by("all_gather", in_shards(of, vma), W[0], X) for vma in (True, False)
+    )
+    assert (tracked, untracked) == (["float8_e4m3fn", "bfloat16"], ["bfloat16"])
 
 
 def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():
     def dtypes(policy):
-        found = equations_of(jax.grad(jmp.autocast(loss, policy)), W, X)
         return [
             f"{product.invars[0].aval.dtype} to {product.outvars[0].aval.dtype}"
-            for product in found
-            if product.primitive.name == "dot_general"
+            for product in named("dot_general", jax.grad(jmp.autocast(loss, policy)), W, X)
         ]
 
     assert set(dtypes(F8)) == {"bfloat16 to bfloat16"}
@@ -891,8 +829,7 @@ def test_compare_shows_the_errors_of_float8():
 
 def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     def of(ws, x, shift=0.0):
-        y = x @ ws[0] + shift
-        return jnp.sum((jnp.tanh(y) @ ws[1]) * weights)
+        return jnp.sum((jnp.tanh(x @ ws[0] + shift) @ ws[1]) * weights)
 
     weights = jnp.ones((32, 16)).at[0, 0].set(2.0**22)  # a gradient with one large number
     report = diagnostics.gradient_report(of, F8)(W, X)

@@ -47,9 +47,7 @@ def test_gradients_of_a_frozen_backbone_are_neither_computed_nor_float32(over_la
 
         return jnp.mean(over_layers(layer, x, (backbone["w"], trained["a"], trained["b"])) ** 2)
 
-    def count(fun, *args):
-        return sum(product_dtypes(fun, *args).values())
-
+    count = lambda fun, *args: sum(product_dtypes(fun, *args).values())
     backbone, lowered = frozen(half), jmp.autocast(loss, f"mixed_{half}")
     stopped = jmp.autocast(lambda both: loss(*both, is_stopped=True), f"mixed_{half}")
     both = (TRAINED, backbone)

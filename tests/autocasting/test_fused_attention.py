@@ -25,6 +25,7 @@ from testbed.machines.gpus import as_if_cudnn
 from tests.autocasting.attentions import (
     LOWEST,
     attentions,
+    lowered,
     normal,
     scores,
     squares,
@@ -132,10 +133,8 @@ def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
 
 @pytest.mark.parametrize("is_added", [False, True], ids=["chosen", "added"])
 def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_added, as_on_cuda):
-    if is_added:
-        function = added_mask
-    else:
-        function = lambda q, k, v, mask: with_mask_of_keys(q[:, :, :2], k, v, mask)
+    chosen = lambda q, k, v, mask: with_mask_of_keys(q[:, :, :2], k, v, mask)
+    function = added_mask if is_added else chosen
     fused = jmp.autocast(function, "mixed_float16", attention="fused")
 
     @jax.jit
@@ -145,9 +144,8 @@ def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_
 
     with as_if_cudnn():
         result, (of_queries, of_keys, of_values) = result_and_gradient()
-    np.testing.assert_allclose(
-        result[1], jnp.broadcast_to(V[1].mean(0), result[1].shape), rtol=2e-3, atol=2e-4
-    )
+    means = jnp.broadcast_to(V[1].mean(0), result[1].shape)
+    np.testing.assert_allclose(result[1], means, rtol=2e-3, atol=2e-4)
     assert not of_queries[1].any() and not of_keys[1].any()
     np.testing.assert_allclose(of_values[1], np.ones_like(of_values[1]), rtol=2e-3)
     assert of_queries[0].any()
@@ -159,10 +157,6 @@ def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_
 def returned_weights(q, k, v):
     weights = jax.nn.softmax(scores(q, k))
     return weigh(weights, v), weights
-
-
-def own_bias(q, k, v):
-    return weigh(jax.nn.softmax(scores(q, k) + jnp.cumsum(scores(q, k), -1)), v)
 
 
 def divided_by_other_sums(q, k, v):
@@ -248,9 +242,7 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why
 
 
 def test_an_attention_whose_operands_want_float32_gradients_is_left_as_it_is_and_says_so():
-    def attend(q, k, v):
-        return weigh(jax.nn.softmax(scores(q, k)), v)
-
+    attend = lambda q, k, v: weigh(jax.nn.softmax(scores(q, k)), v)
     fused, (reason,) = attentions(attend, TWO_HEADS, K, V, policy="mixed_float16,r=f32")
     assert not fused
     assert "gradients are to be float32" in reason
@@ -306,9 +298,7 @@ def test_weights_that_are_rounded_by_hand_stay_so():
 
 
 def test_products_around_a_softmax_that_are_no_attention_are_not_mentioned():
-    def classifier(x, w, v):
-        return jax.nn.softmax(x @ w).sum() + (x @ w @ v).sum()
-
+    classifier = lambda x, w, v: jax.nn.softmax(x @ w).sum() + (x @ w @ v).sum()
     assert attentions(classifier, X[0], normal(1, 32, 32), normal(2, 32, 8)) == ([], [])
 
 
@@ -333,10 +323,7 @@ loss = squares(fused_attention)
 STACKED = [jnp.stack([x, x]) for x in (Q, K, V)]
 
 
-def loss_of_odd(q, k, v):
-    return squares(fuses(attention_of_jax))(q[:, :7], k[:, :7], v[:, :7])
-
-
+loss_of_odd = lambda q, k, v: squares(fuses(attention_of_jax))(q[:, :7], k[:, :7], v[:, :7])
 TRANSFORMED = transformed(fuses, jax_attention, (Q, K, V), (PADDING, EMPTY), 2, True) | {
     "vmap of an odd length": (jax.vmap(jax.grad(loss_of_odd)), STACKED, 2)
 }
@@ -344,27 +331,24 @@ TRANSFORMED = transformed(fuses, jax_attention, (Q, K, V), (PADDING, EMPTY), 2, 
 
 @pytest.mark.parametrize(("function", "args", "kernels"), in_full(TRANSFORMED, one_of=2))
 def test_kernels_are_there_under_every_transformation(function, args, kernels):
-    with as_if_cudnn():
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-        assert lowered.as_text().count("__cudnn$fmha") == kernels
+    assert lowered(function, *args, platform="cuda").count("__cudnn$fmha") == kernels
 
 
 FUSED = {"policy": "mixed_float16", "attention": "fused"}
 
 
 def in_linen():
-    apply = linen.autocast(nn.MultiHeadDotProductAttention(4).apply, **FUSED)
-    return apply, (FLAX, X, X)
+    return linen.autocast(nn.MultiHeadDotProductAttention(4).apply, **FUSED), (FLAX, X, X)
 
 
 def in_nnx():
-    lowered = nnx_adapter.autocast(nnx.merge(*NNX), **FUSED)
-    return lambda x: lowered(x), (X,)
+    fused = nnx_adapter.autocast(nnx.merge(*NNX), **FUSED)
+    return lambda x: fused(x), (X,)
 
 
 def in_equinox():
-    lowered = equinox.autocast(lambda module, x: module(x, x, x), **FUSED)
-    return functools.partial(lowered, eqx.combine(*EQUINOX)), (X[0],)
+    fused = equinox.autocast(lambda module, x: module(x, x, x), **FUSED)
+    return functools.partial(fused, eqx.combine(*EQUINOX)), (X[0],)
 
 
 def in_haiku():
@@ -374,19 +358,15 @@ def in_haiku():
 @pytest.mark.parametrize("make", [in_linen, in_nnx, in_equinox, in_haiku])
 def test_every_adapter_fuses_attention(make):
     function, args = make()
-    with as_if_cudnn():
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-        assert lowered.as_text().count("__cudnn$fmha") == 1
+    assert lowered(function, *args, platform="cuda").count("__cudnn$fmha") == 1
 
 
 def test_each_example_has_its_own_gradient_of_a_bias_that_all_share():
     bias = normal(9, 1, 4, LENGTH, LENGTH)
     fused = jmp.autocast(lambda *args: attention_of_jax(*args), "mixed_float16", attention="fused")
     of_bias = jax.grad(lambda *args: (fused(*args) ** 2).sum(), argnums=3)
-    with as_if_cudnn():
-        traced = jax.jit(jax.vmap(of_bias, (0, 0, 0, None))).trace(*STACKED, bias)
-        lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
-    kernels = [line for line in lines if "__cudnn$fmha" in line]
+    text = lowered(jax.vmap(of_bias, (0, 0, 0, None)), *STACKED, bias, platform="cuda")
+    kernels = [line for line in text.splitlines() if "__cudnn$fmha" in line]
     # cuDNN adds up the gradient over what it gets.
     assert len(kernels) == 2
     assert all("tensor<2x14x4x8xf16>" in line for line in kernels)
@@ -403,8 +383,8 @@ def test_each_example_has_its_own_gradient_of_a_bias_that_all_share():
     ids=["jvp", "linearize", "jvp of grad", "grad of grad"],
 )
 def test_derivatives_that_the_kernel_has_not_are_refused_by_the_option_s_name(function, what):
-    with as_if_cudnn(), pytest.raises(NotImplementedError, match=rf"attention='fused'.*{what}"):
-        jax.jit(function).trace(Q).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match=rf"attention='fused'.*{what}"):
+        lowered(function, Q, platform="cuda")
 
 
 def test_what_is_kept_is_counted_for_the_platform_that_runs():

@@ -20,6 +20,7 @@ from testbed.machines.gpus import as_if_cudnn
 from testbed.machines.tpus import compile_for_tpu
 from tests.autocasting.attentions import (
     attentions,
+    lowered,
     mesh_of_four,
     normal,
     scores,
@@ -75,8 +76,7 @@ def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
 
     plain = jmp.autocast(function, "mixed_bfloat16", platform="tpu")
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), args)
-        value, exact = gradient(function, wide)
+        value, exact = gradient(function, jax.tree.map(lambda x: np.asarray(x, np.float64), args))
         value, exact = jax.tree.map(np.asarray, (value, exact))
     _, of_plain = gradient(plain, args)
     fused_value, of_fused = gradient(on_tpu(function), args)
@@ -164,9 +164,8 @@ def test_masks_that_are_joined_are_told_apart(combined):
         return weigh(jax.nn.softmax(found), v)
 
     for platform in ("tpu", "gpu"):
-        ((step,), _) = attentions(
-            attend, TWO_HEADS, K, V, PADDING, policy="mixed_bfloat16", platform=platform
-        )
+        options = {"policy": "mixed_bfloat16", "platform": platform}
+        ((step,), _) = attentions(attend, TWO_HEADS, K, V, PADDING, **options)
         assert step.form.masking.is_causal
         (mask,) = step.form.masking.masks
         assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
@@ -193,8 +192,7 @@ TRANSFORMED = transformed(on_tpu, causal, (TWO_HEADS, K, V), (PADDING, EMPTY), 3
 
 @pytest.mark.parametrize(("function", "args", "kernels"), in_full(TRANSFORMED, one_of=2))
 def test_kernels_are_there_under_every_transformation(function, args, kernels):
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",))
-    found = lowered.as_text().count("@tpu_custom_call")
+    found = lowered(function, *args, platform="tpu").count("@tpu_custom_call")
     if jax.__version_info__ < (0, 11):
         assert found == kernels
     else:  # in its text equal kernels stand once
@@ -203,8 +201,7 @@ def test_kernels_are_there_under_every_transformation(function, args, kernels):
 
 def test_kernels_are_lowered_under_a_default_precision_too():
     with jax.default_matmul_precision("highest"):
-        traced = jax.jit(jax.grad(squares(fused_attention))).trace(TWO_HEADS, K, V)
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        text = lowered(jax.grad(squares(fused_attention)), TWO_HEADS, K, V, platform="tpu")
     assert "@tpu_custom_call" in text
 
 
@@ -218,7 +215,7 @@ def test_kernels_are_lowered_under_a_default_precision_too():
 )
 def test_derivatives_that_the_kernels_have_not_are_refused_by_the_option_s_name(function, what):
     with pytest.raises(NotImplementedError, match=rf"attention='fused'.*{what}"):
-        jax.jit(function).trace(TWO_HEADS).lower(lowering_platforms=("tpu",))
+        lowered(function, TWO_HEADS, platform="tpu")
 
 
 def test_scores_are_never_written():

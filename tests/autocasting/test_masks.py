@@ -51,16 +51,13 @@ def on_the_left(x, w, mask):
 def programs(fun):
     """The gradient of `fun` under autocast, with booleans and with what users cast themselves."""
 
-    def loss(x, w, mask):
-        return jnp.sum(jnp.square(fun(x, w, mask)))
-
+    loss = lambda x, w, mask: jnp.sum(jnp.square(fun(x, w, mask)))
     return loss, lambda x, w, mask: loss(x, w, mask.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("half", in_full(["float16", "bfloat16"], first=1))
 @pytest.mark.parametrize(
-    "fun",
-    [dispatched, in_a_jit, in_a_vmap, in_a_scan, alone_in_a_scan, in_a_remat, on_the_left],
+    "fun", [dispatched, in_a_jit, in_a_vmap, in_a_scan, alone_in_a_scan, in_a_remat, on_the_left]
 )
 def test_a_product_with_booleans_is_half_like_one_with_a_cast_mask(fun, half):
     loss, cast = programs(fun)
@@ -70,14 +67,12 @@ def test_a_product_with_booleans_is_half_like_one_with_a_cast_mask(fun, half):
         jax.jit(jax.grad(jmp.autocast(f, f"mixed_{half}"), argnums=(0, 1)))(X, W, MASK)
         for f in (loss, cast)
     )
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_a_product_with_booleans_of_which_the_user_asked_for_all_digits_stays_float32():
     def loss(x, w, mask):
-        rows = jnp.tanh(x @ w)
-        return jnp.einsum("bsm,bsec->ebcm", rows, mask, precision="highest").sum()
+        return jnp.einsum("bsm,bsec->ebcm", jnp.tanh(x @ w), mask, precision="highest").sum()
 
     rows = diagnostics.precision_report(loss, "mixed_bfloat16")(X, W, MASK).rows
     assert [row.dtype_in for row in rows if row.kind == "product"] == ["bfloat16", "float32"]
@@ -102,23 +97,15 @@ def weigh(scores, w):
     return jax.nn.softmax(scores) @ w
 
 
-def one(x, w, mask):
-    return weigh(x @ w + mask, w)
+ADDED = {
+    "one": lambda x, w, mask: weigh(x @ w + mask, w),
+    "two": lambda x, w, mask: weigh(x @ w + mask + mask, w),
+    "subtracted": lambda x, w, mask: weigh(x @ w - -mask - -mask, w),
+    "chosen and added": lambda x, w, mask: weigh(jnp.where(mask < 0, mask, x @ w) + mask, w),
+}
 
 
-def two(x, w, mask):
-    return weigh(x @ w + mask + mask, w)
-
-
-def subtracted(x, w, mask):
-    return weigh(x @ w - -mask - -mask, w)
-
-
-def chosen_and_added(x, w, mask):
-    return weigh(jnp.where(mask < 0, mask, x @ w) + mask, w)
-
-
-@pytest.mark.parametrize("function", [one, two, subtracted, chosen_and_added])
+@pytest.mark.parametrize("function", ADDED.values(), ids=ADDED)
 @pytest.mark.parametrize("fill", in_full([-4e4, -1e9], first=1))
 def test_a_row_masked_wholly_by_one_or_two_added_masks_is_as_finite_as_in_float32(function, fill):
     kept = jnp.arange(8)[None] < jnp.array([8, 5, 1, 0])[:, None]  # the last example has no key

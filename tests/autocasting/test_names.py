@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jmp
 from tests.errors import relative_error
-from tests.products import equations_of
+from tests.products import named
 
 W = jax.random.normal(jax.random.key(0), (64, 64)) / 8
 X = jax.random.normal(jax.random.key(1), (8, 64))
@@ -56,7 +56,7 @@ def test_a_name_beside_an_island_is_half(island, place):
     turn = list(ISLANDS).index(island) + list(PLACES).index(place)
     half = ("float16", "bfloat16")[turn % 2]
     lowered = jmp.autocast(lambda x, w: block(island, place, x, w).sum(), f"mixed_{half}")
-    marked = [e for e in equations_of(lowered, X, W) if e.primitive.name == "name"]
+    marked = named("name", lowered, X, W)
     assert {str(e.outvars[0].aval.dtype) for e in marked} == {half}
     exact = block(island, place, X, W).sum()
     np.testing.assert_allclose(lowered(X, W), exact, rtol=0.05, atol=0.5)

@@ -83,11 +83,9 @@ def test_products_in_a_remat_are_half(flag, name, half):
 def test_what_a_remat_keeps_is_what_its_policy_says(flag):
     def kept(policy):
         lowered = jmp.autocast(lambda w, x: with_remat(w, x, policy=policy), "mixed_float16")
-        text = str(jax.make_jaxpr(jax.grad(lowered))(W, X))
-        return text.count("dot_general[")
+        return str(jax.make_jaxpr(jax.grad(lowered))(W, X)).count("dot_general[")
 
-    policies = jax.checkpoint_policies
-    assert kept(policies.dots_saveable) < kept(None)
+    assert kept(jax.checkpoint_policies.dots_saveable) < kept(None)
 
 
 @under("jax_remat3")
@@ -137,8 +135,7 @@ holder_p = Primitive("holder")
 holder_p.def_impl(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0])
 holder_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals[0])
 mlir.register_lowering(
-    holder_p,
-    mlir.lower_fun(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0], False),
+    holder_p, mlir.lower_fun(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0], False)
 )
 
 

@@ -15,7 +15,7 @@ import jmp
 from jmp.autocasting.targets import _padding
 from testbed.machines.gpus import as_if_cudnn
 from tests.commands import in_full
-from tests.errors import largest_error, relative_error
+from tests.errors import assert_near, largest_error, relative_error
 
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
@@ -29,14 +29,25 @@ def tokens(length=ODD, keys=None, heads=2, batch=4, shared=None):
     return [jnp.asarray(rng.normal(size=(batch, *s, 16)), jnp.float32) for s in shapes]
 
 
-def einsums(q, k, v):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+def scores(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def attention(change):
+    """Returns an attention whose scores are changed before their softmax."""
+
+    def attend(q, k, v):
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(change(scores(q, k))), v)
+
+    return attend
+
+
+einsums = attention(lambda scores: scores / 4)
 
 
 def capped(q, k, v):
-    scores = 8 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 32)
-    return jnp.einsum("bkhd,bhqk->bqhd", v, jax.nn.softmax(scores))
+    weights = jax.nn.softmax(8 * jnp.tanh(scores(q, k) / 32))
+    return jnp.einsum("bkhd,bhqk->bqhd", v, weights)
 
 
 def head_by_head(q, k, v):
@@ -45,8 +56,7 @@ def head_by_head(q, k, v):
         powers = jnp.exp(scores - scores.max(-1, keepdims=True))
         return (powers / powers.sum(-1, keepdims=True)) @ v
 
-    heads = jax.vmap(one, in_axes=1, out_axes=1)
-    return jax.vmap(heads)(q, k, v)
+    return jax.vmap(jax.vmap(one, in_axes=1, out_axes=1))(q, k, v)
 
 
 WAYS = {
@@ -76,8 +86,7 @@ def unpadded(function, half="float16"):
 
 def pads(function, *args):
     """The arrays that a program pads, by their shapes afterwards."""
-    text = str(jax.make_jaxpr(function)(*args))
-    return re.findall(r":\w+\[([\d,]+)\] = pad\[", text)
+    return re.findall(r":\w+\[([\d,]+)\] = pad\[", str(jax.make_jaxpr(function)(*args)))
 
 
 def with_gradients(function, args):
@@ -100,9 +109,7 @@ def test_results_and_gradients_are_as_exact_as_without_it(function, args):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
         exact = [np.asarray(x) for x in with_gradients(function, wide)]
 
-    def errors_of(call):
-        return errors(with_gradients(call, args), exact)
-
+    errors_of = lambda call: errors(with_gradients(call, args), exact)
     assert pads(mixed(function), *args)
     padded, as_written = errors_of(mixed(function, "float16")), errors_of(unpadded(function))
     assert not pads(unpadded(function), *args)
@@ -127,14 +134,10 @@ def test_low_scores_are_not_lost_beside_padding():
     """Padded keys have scores of zero: far larger than the others of these rows."""
     q, k, v = tokens()
     far = q + 30, k - 30, v
-    scores = jnp.einsum("bqhd,bkhd->bhqk", *far[:2]) / 4
-    assert scores.max() < -1000
-    for found, exact in zip(
-        with_gradients(mixed(einsums, "float16"), far),
-        with_gradients(unpadded(einsums), far),
-        strict=True,
-    ):
-        np.testing.assert_allclose(found, exact, atol=1e-3 * float(jnp.abs(exact).max()))
+    assert scores(*far[:2]).max() / 4 < -1000
+    ways = mixed(einsums, "float16"), unpadded(einsums)
+    found, exact = (with_gradients(way, far) for way in ways)
+    assert_near(found, exact, 1e-3)
 
 
 def test_overflow_stays_in_the_rows_where_it_is():
@@ -155,30 +158,19 @@ def masked(q, k, v):
 
 
 def with_scores(q, k, v):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v), scores
+    found = scores(q, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(found), v), found
 
 
 def with_weights(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    weights = jax.nn.softmax(scores(q, k))
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v), jnp.einsum("bhqk,bhqk->bhq", weights, weights)
-
-
-def less_their_mean(q, k, v):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    scores = scores - scores.mean(-1, keepdims=True)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-
-
-def in_order(q, k, v):
-    scores = jax.lax.cumsum(jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=3)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
 def colder(q, k, v):
     """Behind the end of a row -inf would become +inf."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    powers = jnp.exp(-0.5 * (scores - scores.max(-1, keepdims=True)))
+    found = scores(q, k)
+    powers = jnp.exp(-0.5 * (found - found.max(-1, keepdims=True)))
     return jnp.einsum("bhqk,bkhd->bqhd", powers / powers.sum(-1, keepdims=True), v)
 
 
@@ -193,7 +185,7 @@ def over_heads(q, k, v):
 
 
 def each_query_its_value(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    weights = jax.nn.softmax(scores(q, k))
     return jnp.einsum("bhqk,bqkhd->bqhd", weights, jnp.stack([v] * q.shape[1], 1))
 
 
@@ -205,8 +197,8 @@ NOT_PADDED = {
     "a mask": (masked, tokens()),
     "scores that leave": (with_scores, tokens()),
     "weights that are read twice": (with_weights, tokens()),
-    "another sum over the keys": (less_their_mean, tokens()),
-    "sums along the keys": (in_order, tokens()),
+    "another sum over the keys": (attention(lambda x: x - x.mean(-1, keepdims=True)), tokens()),
+    "sums along the keys": (attention(lambda x: jax.lax.cumsum(x, axis=3)), tokens()),
     "another function of the differences": (colder, tokens()),
     "a softmax over heads": (over_heads, tokens(heads=3)),
     "values of each query": (each_query_its_value, tokens()),
@@ -230,9 +222,8 @@ def test_what_is_left_as_it_is(function, args):
     ],
 )
 def test_only_large_half_arrays_of_gpus_are_padded(options, length, is_padded):
-    assert (
-        bool(pads(jmp.autocast(einsums, "mixed_bfloat16", **options), *tokens(length))) is is_padded
-    )
+    lowered = jmp.autocast(einsums, "mixed_bfloat16", **options)
+    assert bool(pads(lowered, *tokens(length))) is is_padded
 
 
 # Beside other transformations.
@@ -273,14 +264,11 @@ def test_forward_mode_second_derivatives_and_vmap():
 
 def test_a_batch_that_is_a_symbol():
     batch, length = export.symbolic_shape("b, n")
-    shapes = [jax.ShapeDtypeStruct((batch, ODD, 2, 16), jnp.float32)] * 3
-    exported = export.export(jax.jit(mixed(einsums, "float16")))(*shapes)
-    assert "stablehlo.pad" in exported.mlir_module()
-    np.testing.assert_allclose(exported.call(*tokens()), einsums(*tokens()), atol=3e-3)
-    shapes = [jax.ShapeDtypeStruct((4, length, 2, 16), jnp.float32)] * 3
-    exported = export.export(jax.jit(mixed(einsums, "float16")))(*shapes)
-    assert "stablehlo.pad" not in exported.mlir_module()
-    np.testing.assert_allclose(exported.call(*tokens()), einsums(*tokens()), atol=3e-3)
+    for shape, is_padded in (((batch, ODD, 2, 16), True), ((4, length, 2, 16), False)):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 3
+        exported = export.export(jax.jit(mixed(einsums, "float16")))(*arrays)
+        assert ("stablehlo.pad" in exported.mlir_module()) is is_padded
+        np.testing.assert_allclose(exported.call(*tokens()), einsums(*tokens()), atol=3e-3)
 
 
 @pytest.mark.parametrize(
@@ -323,11 +311,11 @@ def test_a_fused_attention_is_fused():
 def test_a_function_of_scores_that_zeros_make_infinite_is_not_padded(scored):
     q, k, v = jnp.abs(jax.random.normal(jax.random.key(0), (3, 4, 61, 16))) + 0.5
 
-    def attention(q, k, v):
+    def attend(q, k, v):
         return jax.nn.softmax(scored(q @ k.mT)) @ v
 
-    assert not pads(mixed(attention), q, k, v)
-    for found in with_gradients(mixed(attention), (q, k, v)):
+    assert not pads(mixed(attend), q, k, v)
+    for found in with_gradients(mixed(attend), (q, k, v)):
         assert jnp.isfinite(found).all()
 
 
@@ -336,12 +324,11 @@ def test_a_product_between_two_softmaxes_is_padded_for_one_of_them():
     shapes = (4, 61, 16), (4, 61, 16), (4, 61, 53), (4, 53, 16)
     args = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
-    def attention(q, k, v, w):
+    def attend(q, k, v, w):
         return jax.nn.softmax(jax.nn.softmax(q @ k.mT) @ v) @ w
 
-    assert pads(mixed(attention), *args)
-    exact = with_gradients(attention, args)
-    padded = errors(with_gradients(mixed(attention, "float16"), args), exact)
-    np.testing.assert_allclose(
-        padded, errors(with_gradients(unpadded(attention), args), exact), rtol=0.02
+    assert pads(mixed(attend), *args)
+    exact, padded, as_written = (
+        with_gradients(call, args) for call in (attend, mixed(attend, "float16"), unpadded(attend))
     )
+    np.testing.assert_allclose(errors(padded, exact), errors(as_written, exact), rtol=0.02)

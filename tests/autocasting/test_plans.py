@@ -20,5 +20,4 @@ def test_a_program_has_the_plan_that_is_written_down(module, case):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_plan_that_is_written_down_is_that_of_a_program(name):
-    programs = [case.fun.__name__ for case in MODULES[name].CASES]
-    assert list(written_plans(name)) == programs
+    assert list(written_plans(name)) == [case.fun.__name__ for case in MODULES[name].CASES]

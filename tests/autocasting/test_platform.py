@@ -1,5 +1,6 @@
 """`platform=`: what a plan may take from it, and when it is asked for."""
 
+import functools
 import re
 import warnings
 
@@ -13,16 +14,13 @@ from jmp import diagnostics
 from testbed.models import MODELS
 from tests.commands import in_full
 from tests.errors import assert_all_derivatives, relative_error
+from tests.products import convolved
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 
 def loss(w, x):
     return jnp.mean(jax.nn.softmax(x @ w) @ w)
-
-
-def reported(**options):
-    return diagnostics.precision_report(loss, "mixed_bfloat16", **options)(W, X).platform
 
 
 @pytest.mark.parametrize(("asked", "planned"), [("gpu", "gpu"), ("cpu", "gpu"), ("tpu", "tpu")])
@@ -35,7 +33,8 @@ def test_the_report_says_what_was_planned_for(asked, planned):
 @pytest.mark.parametrize(("backend", "planned"), [("cpu", "gpu"), ("gpu", "gpu"), ("tpu", "tpu")])
 def test_left_out_it_is_that_of_the_default_backend(monkeypatch, backend, planned):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert reported() == planned
+    report = diagnostics.precision_report(loss, "mixed_bfloat16")(W, X)
+    assert report.platform == planned
 
 
 def test_the_backend_is_asked_for_when_a_call_is_traced_and_not_before(monkeypatch):
@@ -69,18 +68,14 @@ def test_float16_on_a_tpu_warns_once():
         jax.eval_shape(jmp.autocast(loss, "mixed_float16", platform="gpu"), W, X)
 
 
-@pytest.fixture(scope="module")
-def made():
-    found = {}
-    return lambda model: found.setdefault(model.name, model.make(**model.small))
-
-
-ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@functools.cache
+def made(model):
+    return model.make(**model.small)
 
 
 @pytest.mark.parametrize("model", in_full(MODELS, but=["lstm"]), ids=lambda model: model.name)
 @pytest.mark.usefixtures("users_rank_promotion")
-def test_dtypes_are_the_same_on_all_platforms(made, model):
+def test_dtypes_are_the_same_on_all_platforms(model):
     loss, params, batch = made(model)
     gpu, tpu = (
         diagnostics.precision_report(loss, "mixed_bfloat16", platform=platform)(params, *batch)
@@ -93,13 +88,11 @@ def test_dtypes_are_the_same_on_all_platforms(made, model):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["lstm", "gpt", "plain_transformer"])
 @pytest.mark.usefixtures("users_rank_promotion")
-def test_gradients_are_as_exact_on_all_platforms(made, name):
+def test_gradients_are_as_exact_on_all_platforms(name):
     (model,) = (model for model in MODELS if model.name == name)
     loss, params, batch = made(model)
 
-    def gradient(function):
-        return jax.jit(jax.grad(function))(params, *batch)
-
+    gradient = lambda function: jax.jit(jax.grad(function))(params, *batch)
     exact = gradient(loss)
     on_gpu, on_tpu = (
         relative_error(gradient(jmp.autocast(loss, "mixed_bfloat16", platform=platform)), exact)
@@ -113,9 +106,7 @@ def test_a_bias_over_many_rows_adds_up_on_a_tpu_by_a_product_with_ones():
     """Its gradient is the same sum in float32, in the matrix unit: 16384 ones are 16384."""
     rows = jnp.zeros((16384, 16))
 
-    def loss(bias, x):
-        return jnp.sum((x @ jnp.eye(16) + bias[None]) @ jnp.eye(16))
-
+    loss = lambda bias, x: jnp.sum((x @ jnp.eye(16) + bias[None]) @ jnp.eye(16))
     of_ones = r"f32\[16,8\] = \w+.*preferred_element_type=float32"
     grad = jax.grad(jmp.autocast(loss, "mixed_bfloat16", platform="tpu"))
     assert re.search(of_ones, str(jax.make_jaxpr(grad)(jnp.zeros(16), rows)), re.S)
@@ -151,11 +142,7 @@ def test_a_bias_after_a_convolution_adds_up_on_a_tpu_as_on_a_gpu():
     """XLA has the sum in the kernel that makes the cotangent, as by hand."""
 
     def loss(bias, images):
-        dimensions = ("NHWC", "HWIO", "NHWC")
-        kernel = jnp.ones((1, 1, 3, 4))
-        channels = jax.lax.conv_general_dilated(
-            images, kernel, (1, 1), "SAME", dimension_numbers=dimensions
-        )
+        channels = convolved(images, jnp.ones((1, 1, 3, 4)))
         return jnp.sum((channels + bias[None, None, None]) @ jnp.eye(4))
 
     bias, images = jnp.zeros(4), jnp.ones((2, 8, 8, 3))
@@ -168,9 +155,7 @@ def test_a_bias_after_a_convolution_adds_up_on_a_tpu_as_on_a_gpu():
 
 @pytest.mark.full
 def test_a_bias_has_all_derivatives_on_a_tpu():
-    def loss(bias, x):
-        return jnp.sum(jnp.tanh(x @ jnp.eye(8) + bias[None]) @ jnp.eye(8))
-
+    loss = lambda bias, x: jnp.sum(jnp.tanh(x @ jnp.eye(8) + bias[None]) @ jnp.eye(8))
     bias, x = jnp.linspace(-1, 1, 8), jnp.ones((1024, 8)) / 4
     mixed = jmp.autocast(loss, "mixed_bfloat16", platform="tpu")
     assert_all_derivatives(mixed, loss, 0.02, bias, x)

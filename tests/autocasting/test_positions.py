@@ -14,7 +14,7 @@ from jmp import _jax_compat
 from testbed.position_cases import CASES, EXACT
 from tests.commands import in_full
 from tests.errors import relative_error
-from tests.products import equations_of
+from tests.products import named
 
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
@@ -59,9 +59,9 @@ def rounded(jaxpr, consts=()):
                 params = dict(equation.params)
                 if equation.primitive.name == "scan":
                     avals = [v.aval for v in inner.jaxpr.invars]
-                    params["jaxpr"] = jax.make_jaxpr(rounded(inner.jaxpr, inner.consts))(
-                        *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
-                    )
+                    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+                    body = rounded(inner.jaxpr, inner.consts)
+                    params["jaxpr"] = jax.make_jaxpr(body)(*structs)
                 results = _jax_compat.bind(equation.primitive, operands, params)
             for variable, result in zip(equation.outvars, results, strict=True):
                 if result.dtype == jnp.bfloat16:
@@ -88,9 +88,7 @@ def jit(fun, half):
 def gradient(loss):
     """The gradient of a function of `(params, inputs)` as a user of loss scaling has it."""
 
-    def scaled(params, inputs):
-        return loss(params, *inputs) * SCALE
-
+    scaled = lambda params, inputs: loss(params, *inputs) * SCALE
     return lambda arguments: jax.tree.map(lambda g: g / SCALE, jax.grad(scaled)(*arguments))
 
 
@@ -102,9 +100,7 @@ def of_scan(loss):
     """The sum over all examples."""
 
     def total(*arguments):
-        def step(total, example):
-            return total + loss(*example), None
-
+        step = lambda total, example: (total + loss(*example), None)
         return lax.scan(step, 0.0, arguments)[0]
 
     return total
@@ -145,13 +141,11 @@ def of_model(loss, dtype):
 def products(function, *args):
     """Counts the dtypes of operands of what contracts anything, and of what contracts nothing."""
     counts, outer = collections.Counter(), collections.Counter()
-    for equation in equations_of(function, *args):
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            contracts = any(shape[axis] > 1 for axis in contracted)
-            dtypes = " ".join(sorted({str(v.aval.dtype) for v in equation.invars}))
-            (counts if contracts else outer)[dtypes] += 1
+    for equation in named("dot_general", function, *args):
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        contracts = any(equation.invars[0].aval.shape[axis] > 1 for axis in contracted)
+        dtypes = " ".join(sorted({str(v.aval.dtype) for v in equation.invars}))
+        (counts if contracts else outer)[dtypes] += 1
     return counts, outer
 
 
@@ -204,11 +198,7 @@ def test_a_sine_behind_a_product_in_a_region_leaves_the_layers_before_it_half(ma
     if mark is jax.custom_vjp:
         inside.defvjp(lambda x, w: (inside(x, w), (x, w)), lambda _, change: (change, change))
 
-    def network(w, x):
-        return jnp.sum(inside(jnp.tanh(x @ w), w))
-
-    equations = equations_of(
-        jmp.autocast(network, "mixed_float16"), jnp.ones((8, 8)), jnp.ones((8, 8))
-    )
-    first = next(equation for equation in equations if equation.primitive.name == "dot_general")
+    network = lambda w, x: jnp.sum(inside(jnp.tanh(x @ w), w))
+    lowered, ones = jmp.autocast(network, "mixed_float16"), jnp.ones((8, 8))
+    first, *_ = named("dot_general", lowered, ones, ones)
     assert first.invars[0].aval.dtype == jnp.float16

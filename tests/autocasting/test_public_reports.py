@@ -109,9 +109,7 @@ def test_a_program_of_a_report_keeps_its_value_and_gradient(fun, half):
         assert relative_error(jax.tree.map(lambda leaf: leaf / scale, ours), right) < 0.02
 
 
-OPTIMIZERS = (
-    "adam adabelief yogi amsgrad radam adan novograd adamax rmsprop lamb adafactor"
-).split()
+OPTIMIZERS = "adam adabelief yogi amsgrad radam adan novograd adamax rmsprop lamb adafactor".split()
 WAYS = [("float16", "full"), ("bfloat16", "full"), ("bfloat16", "split")]
 WAYS += [(half, way) for half in ("float16", "bfloat16") for way in ("stochastic", "kahan", "none")]
 

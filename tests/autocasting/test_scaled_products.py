@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 import jmp
-from tests.products import equations_of
+from tests.products import named
 
 ROWS, WIDTH = 8, 64
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -30,9 +30,8 @@ def by_einsum(q, k, v):
 
 
 def by_jax(q, k, v):
-    return jax.nn.dot_product_attention(q[None, :, None], k[None, :, None], v[None, :, None])[
-        0, :, 0
-    ]
+    q, k, v = (array[None, :, None] for array in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v)[0, :, 0]
 
 
 def between_products(q, k, v):
@@ -54,12 +53,9 @@ def test_large_operands_do_not_overflow(way):
     found, exact = lowered(q, k, V), way(q, k, V)
     assert np.isfinite(found).all()
     rounded = [x.astype(jnp.float16).astype(jnp.float32) for x in (q, k, V)]
-    limit = 4 * np.abs(way(*rounded) - exact).max() + 0.01
-    assert np.abs(found - exact).max() < limit
-    assert all(
-        np.isfinite(g).all()
-        for g in jax.grad(lambda *args: lowered(*args).sum(), (0, 1, 2))(q, k, V)
-    )
+    assert np.abs(found - exact).max() < 4 * np.abs(way(*rounded) - exact).max() + 0.01
+    gradients = jax.grad(lambda *args: lowered(*args).sum(), (0, 1, 2))(q, k, V)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-1, 1e-3, 1e-4])
@@ -72,9 +68,7 @@ def test_no_digit_changes_at_small_operands(way, size):
 
 @pytest.mark.parametrize("size", [1.0, 1e-2])
 def test_what_a_logarithm_reads_is_scaled_behind(size):
-    def logarithm(q, k):
-        return jnp.log(jnp.abs(jnp.tanh(q) @ jnp.tanh(k).T) / 8)
-
+    logarithm = lambda q, k: jnp.log(jnp.abs(jnp.tanh(q) @ jnp.tanh(k).T) / 8)
     q, k = size * Q + size, size * K + size
     found, exact = jmp.autocast(logarithm, "mixed_float16")(q, k), logarithm(q, k)
     np.testing.assert_allclose(found, exact, atol=0.02)
@@ -85,8 +79,7 @@ def test_a_layer_and_bfloat16_are_left_as_they_are():
     w = jnp.ones((WIDTH, WIDTH))
 
     def divisors(fun, policy, *args):
-        equations = equations_of(jmp.autocast(fun, policy), *args)
-        read = [e.invars[1] for e in equations if e.primitive.name == "div"]
+        read = [e.invars[1] for e in named("div", jmp.autocast(fun, policy), *args)]
         return {float(atom.val) for atom in read if isinstance(atom, Literal)}
 
     assert divisors(layer, "mixed_float16", w, Q) == {8}

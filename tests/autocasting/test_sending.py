@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from tests.errors import relative_error
-from tests.products import equations_of
+from tests.products import named
 
 AUTO = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
@@ -38,23 +38,14 @@ def loss(w, x):
 
 def dtypes_sent(fun, *args):
     """The dtypes of the arrays of more than one axis that a program sends, at any depth."""
-    return {
-        str(v.aval.dtype)
-        for equation in equations_of(fun, *args)
-        if equation.primitive.name in ("all_gather", "ppermute", "all_to_all", "reshard")
-        for v in equation.invars
-        if v.aval.ndim > 1
-    }
+    sent = named(("all_gather", "ppermute", "all_to_all", "reshard"), fun, *args)
+    return {str(v.aval.dtype) for e in sent for v in e.invars if v.aval.ndim > 1}
 
 
 def in_shard_map(fun, check_vma=True):
-    return jax.shard_map(
-        lambda w, x: lax.pmean(fun(w, x), "d"),
-        mesh=AUTO,
-        in_specs=(P("d"), P("d")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
+    mean = lambda w, x: lax.pmean(fun(w, x), "d")
+    places = {"in_specs": (P("d"), P("d")), "out_specs": P()}
+    return jax.shard_map(mean, mesh=AUTO, check_vma=check_vma, **places)
 
 
 def scanned(w, x):
@@ -124,15 +115,12 @@ def test_eight_devices_compute_what_one_computes(policy, check_vma):
     true = jax.grad(loss)(W, X)
 
     def step(w, x):
-        value, gradient = jax.value_and_grad(jmp.autocast(lambda w, x: loss(gather(w), x), policy))(
-            w, x
-        )
+        lowered = jmp.autocast(lambda w, x: loss(gather(w), x), policy)
+        value, gradient = jax.value_and_grad(lowered)(w, x)
         return lax.pmean(value, "d"), gradient / 8  # a gather's transpose is a sum
 
-    specs = (P("d"), P("d"))
-    parts = jax.shard_map(
-        step, mesh=AUTO, in_specs=specs, out_specs=(P(), P("d")), check_vma=check_vma
-    )
+    places = {"in_specs": (P("d"), P("d")), "out_specs": (P(), P("d"))}
+    parts = jax.shard_map(step, mesh=AUTO, check_vma=check_vma, **places)
     value, gradient = jax.jit(parts)(W, X)
     np.testing.assert_allclose(value, whole[0], rtol=1e-6)
     assert relative_error(gradient, true) < ALLOWED[policy] * relative_error(whole[1], true)
@@ -140,9 +128,7 @@ def test_eight_devices_compute_what_one_computes(policy, check_vma):
 
 @both_policies
 def test_explicit_axes_compute_what_one_device_computes(policy):
-    def fun(w, x):
-        return loss(jax.sharding.reshard(w, P()), x)
-
+    fun = lambda w, x: loss(jax.sharding.reshard(w, P()), x)
     true = jax.grad(loss)(W, X)
     error = relative_error(jax.grad(jmp.autocast(loss, policy))(W, X), true)
     with jax.set_mesh(EXPLICIT):
@@ -155,9 +141,7 @@ def test_explicit_axes_compute_what_one_device_computes(policy):
 
 
 def test_a_table_on_a_mesh_is_rounded_before_the_lookup_and_its_gradient_adds_up_in_float32():
-    def tied(table, tokens):
-        return jnp.mean(jnp.tanh(table[tokens] @ table.T) ** 2)
-
+    tied = lambda table, tokens: jnp.mean(jnp.tanh(table[tokens] @ table.T) ** 2)
     table = jax.random.normal(jax.random.key(0), (16, 8))
     tokens = jnp.zeros(16384, int)  # so many equal rows: a half sum stops at 2048 ones
     autocast = jmp.autocast(tied, HALF)
@@ -166,9 +150,7 @@ def test_a_table_on_a_mesh_is_rounded_before_the_lookup_and_its_gradient_adds_up
         given = jax.device_put(table, place), jax.device_put(tokens, place)
         text = str(jax.make_jaxpr(lambda *args: autocast(*args))(*given))
         lookups.append("custom_jvp_call" in text)
-        counted = jax.grad(
-            lambda t: jmp.autocast(lambda t: 1e-3 * (t[tokens] @ t[1]).sum(), HALF)(t)
-        )
+        counted = jax.grad(jmp.autocast(lambda t: 1e-3 * (t[tokens] @ t[1]).sum(), HALF))
         np.testing.assert_allclose(counted(given[0])[0], 16.384 * table[1], rtol=2e-3)
     assert lookups == [False, True]
 
@@ -179,10 +161,6 @@ def kept(*where, mesh=AUTO):
 
 def rows_of(table, tokens):
     return table[tokens]
-
-
-def rows_of_each(table, tokens):
-    return jax.vmap(rows_of)(jnp.stack([table] * 16), tokens)
 
 
 # How rows are looked up, what stands behind, and into how many parts the rows are divided.
@@ -198,7 +176,7 @@ IN_PARTS = {
     "a second axis": (rows_of, kept(None, "d"), None),
     "both axes": (rows_of, kept("d", "m", mesh=BY_TWO), None),
     "not even": (lambda table, tokens: table[tokens[:12]], kept("d"), None),
-    "a table each": (rows_of_each, kept("d"), None),
+    "a table each": (lambda t, i: jax.vmap(rows_of)(jnp.stack([t] * 16), i), kept("d"), None),
     "columns": (lambda table, tokens: table.T[:, tokens].T, kept(None, "d"), None),
 }
 
@@ -216,11 +194,8 @@ PLACED = jax.device_put((TABLE, COLUMN), WHOLE)
 @pytest.mark.parametrize("case", IN_PARTS)
 def test_rows_that_a_constraint_divides_are_added_up_by_each_device_on_its_own(case, policy):
     tokens = jax.device_put(jnp.zeros((16, 32), int), ROWS)
-    sums = [
-        equation.outvars[0].aval
-        for equation in equations_of(jax.grad(of_lookup(case, policy)), *PLACED, tokens)
-        if equation.primitive.name == "scatter-add"
-    ]
+    added = named("scatter-add", jax.grad(of_lookup(case, policy)), *PLACED, tokens)
+    sums = [equation.outvars[0].aval for equation in added]
     assert {v.dtype for v in sums} == {jnp.dtype(jnp.float32)}
     count = IN_PARTS[case][-1] if policy == HALF else None
     assert {v.shape[0] for v in sums if v.shape[0] in (4, 8) and v.ndim == 3} == {count} - {None}
@@ -238,8 +213,7 @@ def test_rows_in_parts_under_every_transformation():
     tokens = jax.device_put(jnp.arange(16 * 8).reshape(16, 8) % 32, ROWS)
     fun, (table, column) = of_lookup("a constraint", "mixed_bfloat16"), PLACED
     true = jax.grad(lambda t: 1e-3 * jnp.sum(t[tokens] @ column))(TABLE)
-    gradient = jax.grad(fun)
-    each = jax.vmap(gradient, (0, None, None))(jnp.stack([table, table]), column, tokens)
+    each = jax.vmap(jax.grad(fun), (0, None, None))(jnp.stack([table, table]), column, tokens)
     recomputed = jax.grad(jax.checkpoint(fun))(table, column, tokens)
     for found in (*each, recomputed):
         assert relative_error(np.asarray(found), true) < 4e-3
@@ -249,16 +223,14 @@ def test_rows_in_parts_under_every_transformation():
 
 def test_a_constraint_on_a_parameter_that_was_not_placed_yet_sends_it_in_half():
     sent = jmp.autocast(lambda w, x: loss(lax.with_sharding_constraint(w, WHOLE), x), HALF)
-    equations = jax.make_jaxpr(sent)(W, X).jaxpr.eqns
-    (constraint,) = (e for e in equations if e.primitive.name == "sharding_constraint")
+    (constraint,) = named("sharding_constraint", sent, W, X)
     assert constraint.invars[0].aval.dtype == jnp.float16
 
 
 def test_what_the_user_asks_for_in_float32_is_sent_in_float32():
     fun = in_shard_map(lambda w, x: loss(gather(w).T, x))
     for name in ("all_gather", "transpose"):
-        autocast = jmp.autocast(fun, HALF, full=[name])
-        assert dtypes_sent(autocast, W, X) == {"float32"}
+        assert dtypes_sent(jmp.autocast(fun, HALF, full=[name]), W, X) == {"float32"}
 
 
 def test_what_is_returned_too_is_sent_as_it_is():
@@ -302,7 +274,7 @@ def test_partial_sums_that_cancel_between_devices_are_finite_with_float32_reduct
 
 def test_float32_gradients_come_from_half_operands():
     wide = jax.grad(jmp.autocast(loss, WIDE), (0, 1))
-    products = [e for e in equations_of(wide, W, X) if e.primitive is lax.dot_general_p]
+    products = named("dot_general", wide, W, X)
     assert {str(v.aval.dtype) for e in products for v in e.invars} == {"float16"}
     found = sorted(str(e.params["preferred_element_type"]) for e in products)
     assert found == ["float16", "float32", "float32"]
@@ -329,9 +301,7 @@ def test_float32_gradients_under_every_transformation(way):
 
 
 def test_float32_gradients_of_bfloat16_products_run_on_a_cpu():
-    def per_row(w, x):
-        return jnp.mean(jax.nn.relu(jax.vmap(lambda x: w @ x)(x)) ** 2)
-
+    per_row = lambda w, x: jnp.mean(jax.nn.relu(jax.vmap(lambda x: w @ x)(x)) ** 2)
     w = jax.random.normal(jax.random.key(0), (128, 32)) / 8  # smaller ones XLA writes out
     x = jax.random.normal(jax.random.key(1), (64, 32))
     gradient = jax.jit(jax.grad(jmp.autocast(per_row, "mixed_bfloat16,r=f32")))(w, x)
@@ -372,8 +342,7 @@ def test_the_second_derivative_of_a_loop_with_float32_reduction():
     def derivative(fun):
         return jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(fun)(w, x), (w,), (w,))[1])(W, X)
 
-    wide = derivative(jmp.autocast(scanned, WIDE))
-    assert relative_error(wide, derivative(scanned)) < 5e-3
+    assert relative_error(derivative(jmp.autocast(scanned, WIDE)), derivative(scanned)) < 5e-3
 
 
 def test_derivatives_forward_are_those_without_it():
@@ -382,9 +351,7 @@ def test_derivatives_forward_are_those_without_it():
 
 
 def test_a_convolution_keeps_half_gradients_and_one_warning_says_so():
-    def fun(kernel, x):
-        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME").mean()
-
+    fun = lambda kernel, x: lax.conv_general_dilated(x, kernel, (1, 1), "SAME").mean()
     kernel, x = jnp.ones((2, 1, 3, 3)), jnp.ones((1, 1, 8, 8))
     autocast = jmp.autocast(fun, WIDE)
     with pytest.warns(jmp.HalfReductionWarning, match="1 conv_general_dilated"):

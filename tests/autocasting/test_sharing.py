@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp
 from jmp import _jax_compat
-from tests.products import equations, equations_of
+from tests.products import equations, named
 
 X = W = jax.ShapeDtypeStruct((128, 128), jnp.float32)
 WIDE = jax.ShapeDtypeStruct((128, 256), jnp.float32)
@@ -17,8 +17,7 @@ WIDE = jax.ShapeDtypeStruct((128, 256), jnp.float32)
 def islands(fun, *args, policy="mixed_float16"):
     """The equations of the islands that are computed again, in the order of the program."""
     arrays = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), args)
-    found = equations_of(jmp.autocast(fun, policy), *arrays)
-    return [e for e in found if e.primitive.name in _jax_compat.REMAT]
+    return named(_jax_compat.REMAT, jmp.autocast(fun, policy), *arrays)
 
 
 def traces(found):

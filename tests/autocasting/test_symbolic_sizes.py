@@ -13,6 +13,7 @@ from jmp.autocasting.targets import _pick
 from testbed.machines.gpus import as_if_cudnn
 from tests.bits import bits
 from tests.commands import in_full
+from tests.products import convolved
 
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
@@ -34,16 +35,20 @@ def heads(x):
     return x.reshape(*x.shape[:2], HEADS, -1)
 
 
-def attention(x, p, change, split=heads):
-    q, k, v = (split(x @ p[name]) for name in "qkv")
+def attention(x, p, change):
+    q, k, v = (heads(x @ p[name]) for name in "qkv")
     weights = jax.nn.softmax(change(jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.35))
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ p["o"]
 
 
-def causal(p, x):
+def causal_attention(x, p):
     length = x.shape[1]
     kept = jnp.tril(jnp.ones((length, length), bool))
-    return attention(x, p, lambda scores: jnp.where(kept, scores, -1e9)).sum()
+    return attention(x, p, lambda scores: jnp.where(kept, scores, -1e9))
+
+
+def causal(p, x):
+    return causal_attention(x, p).sum()
 
 
 def window_and_slopes(p, x):
@@ -65,9 +70,8 @@ def merged_heads(p, x):
     merge = lambda y: heads(y).transpose(0, 2, 1, 3).reshape(batch * HEADS, length, -1)
     q, k, v = (merge(x @ p[name]) for name in "qkv")
     weights = jax.nn.softmax(q @ k.swapaxes(1, 2))
-    return (
-        (weights @ v).reshape(batch, HEADS, length, -1).swapaxes(1, 2).sum(2) @ p["o"][:8]
-    ).sum()
+    parts = (weights @ v).reshape(batch, HEADS, length, -1).swapaxes(1, 2)
+    return (parts.sum(2) @ p["o"][:8]).sum()
 
 
 def of_jax(p, x):
@@ -122,9 +126,7 @@ def normed(x, scale):
 
 def language_model(p, tokens):
     x = p["e"][tokens]
-    length = tokens.shape[1]
-    kept = jnp.tril(jnp.ones((length, length), bool))
-    x = x + attention(normed(x, p["g"]), p, lambda scores: jnp.where(kept, scores, -1e9))
+    x = x + causal_attention(normed(x, p["g"]), p)
     x = x + jax.nn.gelu(normed(x, p["g"]) @ p["u"] + p["b"]) @ p["d"]
     log_p = jax.nn.log_softmax(x[:, :-1] @ p["e"].T)
     return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
@@ -132,9 +134,7 @@ def language_model(p, tokens):
 
 def convolutions(p, x):
     for kernel in p["kernels"]:
-        x = lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        x = convolved(x, kernel)
         x = x - x.mean((0, 1, 2))
         x = jax.nn.relu(x * lax.rsqrt((x * x).mean((0, 1, 2)) + 1e-5) * p["g"])
     return (jax.nn.log_softmax(x.mean((1, 2)) @ p["head"]) ** 2).mean()

@@ -1,7 +1,5 @@
 """Equations whose results nobody reads: which stay, and in which order effects run."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jax.interpreters import ad
 import jmp
 from jmp.autocasting import register_rule
 from tests.primitives import elementwise
-from tests.products import equations
+from tests.products import named
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) * 0.3
@@ -63,12 +61,7 @@ FUNCTIONS = {"in an island": in_an_island, **{name: beside_a_product(name) for n
 
 
 def count(function, name=FOUND.name):
-    jaxpr = jax.make_jaxpr(function)(X, W).jaxpr
-    return sum(equation.primitive.name == name for equation in equations(jaxpr))
-
-
-def _one_example(batched, x, w):
-    return batched(x[None], w)
+    return len(named(name, function, X, W))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
@@ -77,7 +70,7 @@ def test_a_primitive_of_others_stays_where_nothing_reads_it(function):
         ours = jmp.autocast(function, policy)
         assert count(ours) == count(function) > 0
         batched = jax.vmap(ours, (0, None))
-        assert count(functools.partial(_one_example, batched)) == count(function)
+        assert count(lambda x, w, run=batched: run(x[None], w)) == count(function)
         got, expected = jax.jit(ours)(X, W), function(X, W)
         np.testing.assert_allclose(got, expected, rtol=0.02, atol=0.02)
 
@@ -104,8 +97,7 @@ def test_a_primitive_of_others_stays_though_the_user_has_given_it_a_rule():
 
 def test_what_is_marked_is_marked_as_it_was_traced():
     for policy in HALVES:
-        jaxpr = jax.make_jaxpr(jmp.autocast(in_an_island, policy))(X, W).jaxpr
-        (mark,) = (e for e in equations(jaxpr) if e.primitive.name == FOUND.name)
+        (mark,) = named(FOUND.name, jmp.autocast(in_an_island, policy), X, W)
         assert mark.invars[0].aval.dtype == jnp.float32
 
 
@@ -122,8 +114,7 @@ def test_effects_run_in_order_though_an_island_reads_what_comes_before_and_after
         neutral = io_callback(note("second"), like, jnp.cos(x), ordered=True)
         return (powers * jnp.tanh(neutral)) @ w
 
-    np.testing.assert_allclose(
-        jmp.autocast(function, HALVES[0])(X, W), function(X, W), rtol=0.02, atol=0.02
-    )
+    found = jmp.autocast(function, HALVES[0])(X, W)
+    np.testing.assert_allclose(found, function(X, W), rtol=0.02, atol=0.02)
     jax.effects_barrier()
     assert seen == ["first", "second"] * 2

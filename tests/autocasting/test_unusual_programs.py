@@ -86,8 +86,7 @@ def test_a_choice_by_platform_stays_one(policy, has_default):
         return jnp.sum(lax.platform_dependent(x @ w, tpu=copied, **others) @ w)
 
     lowered = jmp.autocast(loss, policy)
-    half = policy.removeprefix("mixed_")
-    assert product_dtypes(lowered, W, X) == {half: 2}
+    assert product_dtypes(lowered, W, X) == {policy.removeprefix("mixed_"): 2}
     exact = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)
     np.testing.assert_allclose(lowered(W, X), exact(W, X), rtol=0.05, atol=0.1)
     assert relative_error(jax.grad(lowered)(W, X), jax.grad(exact)(W, X)) < 0.02
@@ -113,8 +112,7 @@ def test_a_choice_by_platform_takes_that_platforms_branch_when_it_is_lowered():
 )
 def test_odeint_with_literal_times_has_a_gradient(times):
     def loss(w, x):
-        slope = lambda y, t: jnp.tanh(y @ w)
-        return odeint(slope, x @ w, jnp.array(times))[-1].sum()
+        return odeint(lambda y, t: jnp.tanh(y @ w), x @ w, jnp.array(times))[-1].sum()
 
     gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))(W, X)
     assert relative_error(gradient, jax.grad(loss)(W, X)) < 0.01
@@ -167,12 +165,10 @@ def test_a_chain_of_2000_operations_is_planned(name):
             y = CHAINS[name](y, i)
         return y
 
-    def behind_a_product(w, x):
-        return jax.nn.softmax(chained(x @ w)).sum()
+    behind_a_product = lambda w, x: jax.nn.softmax(chained(x @ w)).sum()
 
     def before_products(w, x):
-        mask = chained(x)
-        return (jax.nn.softmax(x @ w + mask.reshape(x.shape)) @ w).sum()
+        return (jax.nn.softmax(x @ w + chained(x).reshape(x.shape)) @ w).sum()
 
     for fun in (behind_a_product, before_products):
         options = {"attention": "fused", "recompute": "all"}  # islands of this size too

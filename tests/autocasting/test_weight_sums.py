@@ -10,7 +10,7 @@ from jax import lax
 
 import jmp
 from tests.errors import largest_error, relative_error
-from tests.products import PRODUCTS, equations_of
+from tests.products import PRODUCTS, named
 
 SIZE, ROWS = 32, 4
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -44,6 +44,12 @@ def left(params, x):
     return jnp.sum(lax.scan(turn, jnp.ones((SIZE, ROWS)), x)[0] ** 2) + jnp.sum(params["b"])
 
 
+def of_one_weight(w, x, **options):
+    """A network whose turns have one product."""
+    turn = lambda h, x: (jnp.tanh(h @ w + x), None)
+    return jnp.sum(lax.scan(turn, jnp.zeros(x.shape[1:]), x, **options)[0])
+
+
 PARAMS = {"w": W, "v": V, "b": BIAS}
 FORMS = {
     "few turns": (recurrent, inputs(12)),
@@ -69,7 +75,7 @@ def test_gradients_are_those_of_float32(form, half):
 def stacked_products(loss, x):
     """Returns how many products of the gradient sum over turns and rows at once."""
     lowered = jmp.autocast(lambda params: loss(params, x), "mixed_float16")
-    products = (e for e in equations_of(jax.grad(lowered), PARAMS) if e.primitive.name in PRODUCTS)
+    products = named(PRODUCTS, jax.grad(lowered), PARAMS)
     return sum(len(product.params["dimension_numbers"][0][0]) == 2 for product in products)
 
 
@@ -80,18 +86,12 @@ def test_a_weight_has_one_product_for_several_turns():
 
 def test_results_that_are_larger_than_the_weights_are_not_stacked():
     x = jnp.ones((48, 4 * SIZE, SIZE))
-
-    def loss(params, x):
-        turn = lambda h, x: (jnp.tanh(h @ params["w"] + x), None)
-        return jnp.sum(lax.scan(turn, jnp.zeros(x.shape[1:]), x)[0])
-
-    assert stacked_products(loss, x) == 0
+    assert stacked_products(lambda params, x: of_one_weight(params["w"], x), x) == 0
 
 
 def test_a_program_that_runs_forwards_has_no_probes():
     lowered = jmp.autocast(lambda params: recurrent(params, inputs(48)), "mixed_float16")
-    loops = [e for e in equations_of(lowered, PARAMS) if e.primitive.name == "scan"]
-    assert [loop.params["length"] for loop in loops] == [48]
+    assert [e.params["length"] for e in named("scan", lowered, PARAMS)] == [48]
 
 
 TRANSFORMED = {
@@ -113,9 +113,9 @@ TRANSFORMED = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_under_transformations(name, turns):
     x = inputs(turns)
-    transform = (
-        TRANSFORMED[name] if name == "eager" else jax.jit(TRANSFORMED[name], static_argnums=0)
-    )
+    transform = TRANSFORMED[name]
+    if name != "eager":
+        transform = jax.jit(transform, static_argnums=0)
     loss = lambda params: recurrent(params, x)
     found, expected = (transform(f) for f in (jmp.autocast(loss, "mixed_float16"), loss))
     assert relative_error(found, expected) < 0.02
@@ -132,21 +132,14 @@ def test_a_product_of_two_weights_is_not_stacked():
 
 @pytest.mark.parametrize("shape", [(48, 0, SIZE), (0, ROWS, SIZE)])
 def test_without_rows_or_turns_gradients_are_zero(shape):
-    def loss(w):
-        turn = lambda h, x: (jnp.tanh(h @ w + x), None)
-        return jnp.sum(lax.scan(turn, jnp.zeros(shape[1:]), jnp.ones(shape))[0])
-
-    np.testing.assert_array_equal(jax.grad(jmp.autocast(loss, "mixed_float16"))(W), 0)
+    gradient = jax.grad(jmp.autocast(of_one_weight, "mixed_float16"))
+    np.testing.assert_array_equal(gradient(W, jnp.ones(shape)), 0)
 
 
 def test_turns_are_unrolled_as_they_were():
-    def loss(w):
-        turn = lambda h, x: (jnp.tanh(h @ w + x), None)
-        return jnp.sum(lax.scan(turn, jnp.zeros((ROWS, SIZE)), inputs(48), unroll=4)[0])
-
-    lowered = jmp.autocast(loss, "mixed_float16")
-    loops = [e for e in equations_of(jax.grad(lowered), W) if e.primitive.name == "scan"]
-    assert 4 in {loop.params["unroll"] for loop in loops}
+    loss = functools.partial(of_one_weight, unroll=4)
+    gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))
+    assert 4 in {e.params["unroll"] for e in named("scan", gradient, W, inputs(48))}
 
 
 @pytest.mark.parametrize(("half", "limit"), [("float16", 0.03), ("bfloat16", 0.15)])
@@ -172,8 +165,7 @@ def test_the_sum_is_float32():
     w = jnp.full((8, 2048), 2.0**-11)
 
     def loss(w):
-        turn = lambda total, x: (total + jnp.sum(jnp.tanh(x @ w)), None)
-        return lax.scan(turn, 0.0, x)[0]
+        return lax.scan(lambda total, x: (total + jnp.sum(jnp.tanh(x @ w)), None), 0.0, x)[0]
 
     found = jax.jit(jax.grad(jmp.autocast(loss, "mixed_float16")))(w)
     np.testing.assert_allclose(found, jax.grad(loss)(w), rtol=2e-3)
@@ -192,5 +184,5 @@ def test_a_loop_with_effects_is_not_taken_apart(prints):
         return jnp.sum(lax.scan(turn, jnp.zeros((ROWS, SIZE)), x)[0] ** 2)
 
     gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))
-    scans = [e for e in equations_of(gradient, W, inputs(48)) if e.primitive.name == "scan"]
+    scans = named("scan", gradient, W, inputs(48))
     assert ({e.params["length"] for e in scans} == {48}) == prints

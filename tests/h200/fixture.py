@@ -1,17 +1,24 @@
 """The pytest fixture `h200`: compiles for an H200, or says why it cannot here."""
 
 import importlib.metadata
-import os
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from testbed.machines.gpus import Program, compile_for_h200
+from tests.commands import skip_or_fail
 
 # The counts repeat exactly for one compiler and change with another: move this pin and the figures
 # in the tests together.
 PINNED_JAXLIB = "0.10.2"
 COMPILER_WHEEL = "jax-cuda12-pjrt"
+
+
+def spec(*shape, dtype=jnp.float32, sharding=None):
+    """An array that a program is compiled for."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def reason_to_skip() -> str | None:
@@ -36,9 +43,6 @@ def h200() -> Callable[..., Program]:
     Where the environment says `JMP_REQUIRE_H200=1`, as on the machine that checks every change, it
     fails instead, so that the H200 tests cannot stop running unseen.
     """
-    reason = reason_to_skip()
-    if reason is not None and os.environ.get("JMP_REQUIRE_H200") == "1":
-        pytest.fail(f"JMP_REQUIRE_H200=1, but {reason}")
-    if reason is not None:
-        pytest.skip(reason)
+    if (reason := reason_to_skip()) is not None:
+        skip_or_fail(reason, "JMP_REQUIRE_H200")
     return compile_for_h200

@@ -10,10 +10,9 @@ import pytest
 
 import jmp
 from testbed.machines.gpus import compile_for_h200
-from testbed.machines.training_steps import compile_step, ratios
 from testbed.models import MODELS, cross_entropy
 from tests.commands import in_full
-from tests.gates import assert_at_most
+from tests.gates import assert_leaner_than_by_hand
 
 # Sizes; bounds of the bytes moved, temporary memory and kernels, as ratios to the model by hand.
 GATES = [
@@ -32,9 +31,7 @@ GATES = [
 def test_leaner_than_by_hand(h200, name, sizes, at_most):
     (model,) = (model for model in MODELS if model.name == name)
     with jax.numpy_rank_promotion("allow"):
-        by_hand = compile_step(model, "by hand", sizes)
-        autocast = compile_step(model, "autocast", sizes)
-    assert_at_most(f"{name}: bytes, temp, kernels", ratios(autocast, by_hand), at_most)
+        assert_leaner_than_by_hand(model, sizes, at_most)
 
 
 def of_log_softmax(logits, labels):

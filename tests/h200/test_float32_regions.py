@@ -9,6 +9,7 @@ from jax import lax
 import jmp
 from benchmarks._roofline import operations, unit
 from testbed.machines.hlo import kernels
+from tests.products import convolved
 
 W, X, KERNEL, IMAGE = (
     jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -34,18 +35,11 @@ def model(region):
     """Products in half, and in a region a loop, a recomputation, convolutions and batches."""
 
     def loss(w, kernel, x, image):
-        def convolved(y):
-            return lax.conv_general_dilated(
-                y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-
-        def layer(x, _):
-            return jnp.tanh(linear(x, w) @ w), None
-
-        x, image = jnp.tanh(x @ w), jnp.tanh(convolved(image))
+        layer = lambda x, _: (jnp.tanh(linear(x, w) @ w), None)
+        x, image = jnp.tanh(x @ w), jnp.tanh(convolved(image, kernel))
         x = region(lambda x: lax.scan(layer, x, None, length=3)[0])(x)
         x = region(jax.checkpoint(lambda x: jnp.sin(x @ w)))(x)
-        image = region(convolved)(image)
+        image = region(convolved)(image, kernel)
         scores = region(lambda x: jnp.einsum("bnd,bmd->bnm", x, x))(x.reshape(8, 64, 256))
         return x.sum() + image.sum() + jnp.exp(scores).sum()
 

@@ -24,8 +24,11 @@ from testbed.machines.float8_steps import (
     with_head,
 )
 from testbed.machines.gpus import compile_for_h200, compile_for_placed
+from testbed.machines.training_steps import ratios
 from testbed.machines.wire import h200s, wire
 from testbed.models import gpt
+
+pytestmark = pytest.mark.usefixtures("h200")
 
 
 def compiled(loss, *arguments):
@@ -35,17 +38,13 @@ def compiled(loss, *arguments):
             compile_for_h200(step(loss, policy), *arguments, donate_argnums=0)
             for policy in ("mixed_float8", "mixed_bfloat16")
         )
-    ratios = [
-        getattr(float8, name) / getattr(half, name)
-        for name in ("bytes_moved", "temp_bytes", "kernels")
-    ]
-    print(f"{products(float8)} products; bytes, temp, kernels", *(f"{x:.3f}" for x in ratios))
+    measured = ratios(float8, half)
+    print(f"{products(float8)} products; bytes, temp, kernels", *(f"{x:.3f}" for x in measured))
     assert products(half)[0] == 0
-    return products(float8), ratios
+    return products(float8), measured
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_of_a_gpt_three_products_run_in_float8_for_each_that_is_eligible():
     with jax.numpy_rank_promotion("allow"):
         params, batch = jax.eval_shape(lambda: gpt(layers=1)[1:])
@@ -66,7 +65,6 @@ def rematted(params, x):
     return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
 
 
-@pytest.mark.usefixtures("h200")
 def test_what_a_scan_keeps_is_float8_in_its_program():
     found, (moved, temp, _) = compiled(scanned, LAYERS, float32(8192, 1024))
     assert found == (6, 0)
@@ -74,7 +72,6 @@ def test_what_a_scan_keeps_is_float8_in_its_program():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_functions_and_cotangents_between_products_are_written_in_float8():
     """Not in bfloat16, to be read again: an SGD step of two MLPs moves fewer bytes."""
     found, (moved, temp, _) = compiled(*TWO_MLPS)
@@ -83,7 +80,6 @@ def test_functions_and_cotangents_between_products_are_written_in_float8():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_what_a_remat_computes_again_is_float8():
     found, _ = compiled(rematted, LAYERS, float32(8192, 1024))
     # In the loop the first product runs twice; the gradient of the second does not need its result.
@@ -92,7 +88,6 @@ def test_what_a_remat_computes_again_is_float8():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_gradients_of_single_examples_are_float8():
     def loss(params, x):
         return jnp.mean((layer(jnp.tanh(x @ params[2]), params)) @ params[3])
@@ -105,7 +100,6 @@ def test_gradients_of_single_examples_are_float8():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_products_that_share_a_factor_are_not_joined(small_is_float8):
     def loss(params, x):
         w, v = params
@@ -114,15 +108,12 @@ def test_products_that_share_a_factor_are_not_joined(small_is_float8):
         return jnp.mean((jnp.tanh(a) @ w * (jnp.tanh(b).reshape(256, 256) @ w)) @ v)
 
     params = float32(256, 256), float32(256, 256)
-    program = compile_for_h200(
-        jax.grad(jmp.autocast(loss, "mixed_float8")), params, float32(256, 256)
-    )
-    float8, others = products(program)
+    gradient = jax.grad(jmp.autocast(loss, "mixed_float8"))
+    float8, others = products(compile_for_h200(gradient, params, float32(256, 256)))
     assert float8 == 2 * 2 + 2 * 3 and others <= 3
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
     """This is why autocast leaves convolutions alone. The input's has a float8 form of its own."""
     found = [row[1] for row in single_products("3 x 3")]
@@ -130,18 +121,13 @@ def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("h200")
 def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
     """Under jit XLA gathers what the product reads; of scales it sends single numbers."""
     mesh = h200s({"data": 8})
     rows = NamedSharding(mesh, P("data"))
 
-    def sharded(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
-
-    def loss(params, x):
-        return jnp.mean(jax.nn.gelu(layer(x, params)) @ params[0])
-
+    sharded = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+    loss = lambda params, x: jnp.mean(jax.nn.gelu(layer(x, params)) @ params[0])
     params = sharded(1024, 4096), sharded(4096, 1024)
     run = step(loss, "mixed_float8")
     program = compile_for_placed(run, params, sharded(8 * 8192, 1024), out_shardings=(rows, rows))
@@ -154,7 +140,6 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
     assert reduced < total / 1000
 
 
-@pytest.mark.usefixtures("h200")
 def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
     # No other test has this layer: the extremes of others are known already.
     layer = lambda x, w: jax.nn.gelu(1.0625 * (x @ w[0])) @ w[1]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, h200s, wire
+from tests.products import convolved
 from tests.sharding import gpt
 
 SHAPES = [(256, 512), (512, 256)]  # 1 MiB in float32
@@ -26,6 +27,10 @@ def loss_of(params, x, dtype):
     for w in params:
         hidden = jnp.tanh(hidden @ w)
     return jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+
+def at(mesh, shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def compiled(way, axes, gradients, specs, rows):
@@ -41,16 +46,14 @@ def compiled(way, axes, gradients, specs, rows):
     is_explicit = way == "explicit"
     mesh = h200s(axes, *[AxisType.Explicit] * is_explicit)
 
-    def placed(shape, spec):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-
-    params = [placed(shape, spec) for shape, spec in zip(SHAPES, specs, strict=True)]
+    params = [at(mesh, shape, spec) for shape, spec in zip(SHAPES, specs, strict=True)]
+    x = at(mesh, (128, 256), rows)
     if is_explicit:
         with jax.set_mesh(mesh):
-            return compile_for_placed(gradients, params, placed((128, 256), rows))
+            return compile_for_placed(gradients, params, x)
     places = {"in_specs": (specs, rows), "out_specs": specs, "check_vma": way == "tracked"}
     mapped = jax.shard_map(gradients, mesh=mesh, **places)
-    return compile_for_placed(mapped, params, placed((128, 256), rows))
+    return compile_for_placed(mapped, params, x)
 
 
 def received_by_kind(program):
@@ -60,6 +63,11 @@ def received_by_kind(program):
         if sent.elements > 1:
             found[sent.kind, sent.dtype] += sent.bytes / MIB
     return dict(found)
+
+
+def assert_as_lean(exchanged, half):
+    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
+    assert exchanged.kernels <= 1.3 * half.kernels
 
 
 def gradients_in(dtype, reduce_dtype, gathered_by, **dtypes):
@@ -76,24 +84,19 @@ def gradients_in(dtype, reduce_dtype, gathered_by, **dtypes):
 @pytest.mark.parametrize("way", ["tracked", "untracked", "explicit"])
 def test_a_float32_sum_of_half_gradients_takes_the_bytes_of_a_half_sum(way):
     by = P() if way == "explicit" else "data"
-    form = lambda *sums: compiled(
-        way, {"data": 8}, gradients_in("f16", *sums, by), [P("data")] * 2, P("data")
+    half, exchanged = (
+        compiled(way, {"data": 8}, gradients_in("f16", sums, by), [P("data")] * 2, P("data"))
+        for sums in (None, "f32")
     )
-    half, exchanged = form(None), form("f32")
-    assert received_by_kind(half) == {
-        ("all-gather", "f16"): HALF,
-        ("reduce-scatter", "f16"): HALF,
-    }
+    assert received_by_kind(half) == {("all-gather", "f16"): HALF, ("reduce-scatter", "f16"): HALF}
     assert received_by_kind(exchanged) == {("all-gather", "f16"): HALF, ("all-to-all", "f16"): HALF}
-    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
-    assert exchanged.kernels <= 1.3 * half.kernels
+    assert_as_lean(exchanged, half)
 
 
 @pytest.mark.parametrize("way", ["tracked", "explicit"])
 def test_float32_is_sent_if_asked(way):
-    gradients = gradients_in(
-        "bf16", "f32", P() if way == "explicit" else "data", send_dtype="float32"
-    )
+    by = P() if way == "explicit" else "data"
+    gradients = gradients_in("bf16", "f32", by, send_dtype="float32")
     program = compiled(way, {"data": 8}, gradients, [P("data")] * 2, P("data"))
     expected = {("all-gather", "bf16"): HALF, ("reduce-scatter", "f32"): FULL}
     assert received_by_kind(program) == expected
@@ -102,17 +105,12 @@ def test_float32_is_sent_if_asked(way):
 @pytest.mark.parametrize(("returned", "received"), [(None, 3 * HALF), ("f16", 2 * HALF)])
 def test_data_parallel_sums_go_back_in_the_dtype_asked(returned, received):
     form = lambda reduced, **dtypes: compiled(
-        "tracked",
-        {"data": 8},
-        gradients_in("f16", reduced, "data", **dtypes),
-        [P()] * 2,
-        P("data"),
+        "tracked", {"data": 8}, gradients_in("f16", reduced, "data", **dtypes), [P()] * 2, P("data")
     )
     half, exchanged = form(None), form("f32", return_dtype=returned)
     assert received_by_kind(half) == {("all-reduce", "f16"): 2 * HALF}
     assert sum(received_by_kind(exchanged).values()) == received
-    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
-    assert exchanged.kernels <= 1.3 * half.kernels
+    assert_as_lean(exchanged, half)
 
 
 @pytest.mark.full
@@ -143,8 +141,7 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
             out = jax.lax.psum(jnp.tanh(x @ first) @ second, "model")
         return jnp.mean(out.astype(jnp.float32) ** 2)
 
-    axes = {"data": 4, "model": 2}
-    program = compiled(way, axes, jax.grad(loss), specs, P("data"))
+    program = compiled(way, {"data": 4, "model": 2}, jax.grad(loss), specs, P("data"))
     sent = [(s.kind, s.dtype, s.elements) for s in wire(program.text) if s.elements > 128 * 256]
     shard = 256 * 512 // 2
     assert sorted(sent) == [("all-gather", "f16", shard)] * 2 + [("all-to-all", "f16", shard)] * 2
@@ -166,16 +163,11 @@ def convolutions(mesh, gathered):
 
     def loss(kernels, x):
         for kernel in gathered(kernels, spec):
-            layout = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-            x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), **layout))
+            x = jax.nn.relu(convolved(x, kernel))
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     kernels = [at(mesh, (3, 3, 480, 480), spec)] * 4
     return loss, (kernels, at(mesh, (256, 16, 16, 480), P("data"), jnp.float16)), [spec] * 4
-
-
-def at(mesh, shape, spec, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 @pytest.mark.full
@@ -192,5 +184,4 @@ def test_models_send_and_hold_no_more_than_with_half_sums(make):
     half, exchanged = program(None), program("float32")
     received = lambda program: sum(sent.bytes for sent in wire(program.text))
     assert received(exchanged) <= 1.02 * received(half)
-    assert exchanged.temp_bytes <= 1.1 * half.temp_bytes
-    assert exchanged.kernels <= 1.3 * half.kernels
+    assert_as_lean(exchanged, half)

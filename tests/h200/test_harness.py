@@ -15,11 +15,7 @@ from testbed.machines import loops
 from testbed.machines.gpus import Program, as_if_cudnn
 from testbed.machines.hlo import array_bytes, count, parse_instruction
 from tests.h200 import fixture
-
-
-def spec(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
+from tests.h200.fixture import spec
 
 # The reader, which needs no compiler.
 
@@ -254,9 +250,8 @@ def test_a_sum_of_two_arrays_moves_twelve_bytes_an_element_in_one_kernel(h200):
 
 
 def test_arrays_stand_for_their_shapes_and_pytrees_are_taken(h200):
-    program = h200(
-        lambda tree: tree["a"] + tree["b"], {"a": np.ones(8, np.float32), "b": jnp.ones(8)}
-    )
+    tree = {"a": np.ones(8, np.float32), "b": jnp.ones(8)}
+    program = h200(lambda tree: tree["a"] + tree["b"], tree)
     assert program.bytes_moved == 3 * 8 * 4
 
 
@@ -328,15 +323,13 @@ def test_a_gather_behind_arithmetic_reads_what_it_takes(h200):
         rows = logits - (maxima + jnp.log(sums))[:, None]
         return jnp.take_along_axis(rows, labels[:, None], 1, mode="clip")
 
-    logits = jax.ShapeDtypeStruct((64, 30000), jnp.float32)
-    program = h200(logarithms, logits, jax.ShapeDtypeStruct((64,), jnp.int32))
+    program = h200(logarithms, spec(64, 30000), spec(64, dtype=jnp.int32))
     assert program.bytes_moved < 1.1 * 64 * 30000 * 4  # read once, for maxima and sums
 
 
 def test_a_turn_reads_one_slice_of_a_stack_and_writes_one(h200):
-    program = h200(
-        lambda x, stack: lax.scan(lambda x, w: (x * w, x), x, stack), spec(1024), spec(64, 1024)
-    )
+    scanned = lambda x, stack: lax.scan(lambda x, w: (x * w, x), x, stack)
+    program = h200(scanned, spec(1024), spec(64, 1024))
     row = 1024 * 4
     # A product reads two rows and writes one, a copy reads one and writes one; the stack is filled
     # with zeros before.
@@ -344,9 +337,7 @@ def test_a_turn_reads_one_slice_of_a_stack_and_writes_one(h200):
 
 
 def test_a_lookup_reads_the_rows_it_takes(h200):
-    def look_up(table, rows):
-        return table.at[rows].get(mode="promise_in_bounds")
-
+    look_up = lambda table, rows: table.at[rows].get(mode="promise_in_bounds")
     program = h200(look_up, spec(50_000, 64), spec(8, dtype=jnp.int32))
     assert program.bytes_moved == 2 * 8 * 64 * 4 + 8 * 4
 

@@ -38,9 +38,8 @@ CASES += itertools.product(OF_ALL, ["none", "all"])
 def test_as_lean_as_by_hand(name, recompute, machine, half):
     program = PROGRAMS[name]
     by_hand = figures(machine, program.loss(jnp.dtype(half)), program)
-    lowered = jmp.autocast(
-        program.loss(jnp.float32), f"mixed_{half}", platform="gpu", recompute=recompute
-    )
+    options = {"platform": "gpu", "recompute": recompute}
+    lowered = jmp.autocast(program.loss(jnp.float32), f"mixed_{half}", **options)
     found = figures(machine, lowered, program)
     assert found[0] <= OTHER_BYTES.get(name, BYTES) * by_hand[0]
     assert found[1] <= OTHER_TEMP.get(name, TEMP) * by_hand[1]

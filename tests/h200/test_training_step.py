@@ -5,6 +5,7 @@ and the other libraries are counted by `benchmarks/run.py --suite compiled`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -24,22 +25,19 @@ SMALLER = {
 
 @pytest.fixture(scope="module")
 def compiled(h200):
-    found = {}
-
+    @functools.cache
     def compile_step(name, recipe):
-        if (name, recipe) not in found:
-            workload = dataclasses.replace(find(name, rehearse=False), module=SMALLER[name])
-            training = recipe_of(recipe).make(workload)
-            key = jax.random.key(0)
-            arguments = (jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key))
-            with jax.numpy_rank_promotion("allow"):
-                program = h200(training.step, *arguments, donate_argnums=0)
-            print(
-                f"\n{name}, {recipe}: {program.bytes_moved / 1e9:.3f} GB, "
-                f"{program.kernels} kernels, {program.temp_bytes / 1e9:.3f} GB temp"
-            )
-            found[name, recipe] = program
-        return found[name, recipe]
+        workload = dataclasses.replace(find(name, rehearse=False), module=SMALLER[name])
+        training = recipe_of(recipe).make(workload)
+        key = jax.random.key(0)
+        arguments = (jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key))
+        with jax.numpy_rank_promotion("allow"):
+            program = h200(training.step, *arguments, donate_argnums=0)
+        print(
+            f"\n{name}, {recipe}: {program.bytes_moved / 1e9:.3f} GB, "
+            f"{program.kernels} kernels, {program.temp_bytes / 1e9:.3f} GB temp"
+        )
+        return program
 
     return compile_step
 

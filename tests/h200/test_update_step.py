@@ -13,6 +13,7 @@ import pytest
 import jmp
 from jmp import transforms
 from tests.commands import in_full
+from tests.products import convolved
 
 SHAPES = [(640, 1024)] * 40 + [(1024,)] * 20
 NUMBER_OF_PARAMETERS = sum(jnp.zeros(shape).size for shape in SHAPES)
@@ -112,13 +113,7 @@ def test_masters_of_convolutions_are_updated_in_one_kernel_each(h200):
 
     def loss(kernels, images):
         for kernel in kernels:
-            images = jax.lax.conv_general_dilated(
-                jax.nn.relu(images),
-                kernel,
-                (1, 1),
-                "SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            images = convolved(jax.nn.relu(images), kernel)
         return (images.astype(jnp.float32) ** 2).mean()
 
     def step(kernels, opt_state, images):
@@ -146,8 +141,7 @@ def test_a_window_of_eight_micro_batches_adds_ten_bytes_a_parameter_for_each(h20
         return jnp.float32(sum((p.astype(jnp.float16) * rows[0]).sum() for p, rows in pairs))
 
     def window(params, opt_state, batch):
-        scale = opt_state.loss_scale
-        accumulated = jmp.accumulated_value_and_grad(loss, scale, steps)
+        accumulated = jmp.accumulated_value_and_grad(loss, opt_state.loss_scale, steps)
         updates, opt_state = tx.update(accumulated(params, batch)[1], opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 

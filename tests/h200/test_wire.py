@@ -19,6 +19,7 @@ from benchmarks import wire as cases
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, Sent, h200s, received, wire
 from tests.commands import in_full
+from tests.h200.fixture import spec
 
 # Counting, which needs no compiler.
 
@@ -138,10 +139,8 @@ def test_what_is_received_is_chosen_by_kind_and_dtype():
 @pytest.mark.parametrize("turns", [1, 6])
 def test_an_all_gather_in_a_scan_counts_once_a_turn(h200, turns):
     mesh = h200s({"data": 8})
-    stack = jax.ShapeDtypeStruct(
-        (turns, 64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "data"))
-    )
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    stack = spec(turns, 64, 64, sharding=NamedSharding(mesh, P(None, "data")))
+    x = spec(64, 64, sharding=NamedSharding(mesh, P("data")))
 
     def scanned(stack, x):
         def turn(x, weight):
@@ -158,19 +157,16 @@ def test_an_all_gather_in_a_scan_counts_once_a_turn(h200, turns):
 def test_two_axes_of_a_mesh_are_counted_apart(h200):
     mesh = h200s({"data": 4, "model": 2})
     place = P("data", "model")
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float16, sharding=NamedSharding(mesh, place))
+    x = spec(64, 64, dtype=jnp.float16, sharding=NamedSharding(mesh, place))
 
     def moved(x):
         rows = lax.all_gather(x, "data", tiled=True)  # (64, 32)
-        return lax.ppermute(
-            lax.psum(x, "model"), "data", [(i, (i + 1) % 4) for i in range(4)]
-        ), rows
+        ring = [(i, (i + 1) % 4) for i in range(4)]
+        return lax.ppermute(lax.psum(x, "model"), "data", ring), rows
 
     outs = (P("data"), P("data", "model"))
-    sent = wire(
-        compile_for_placed(jax.shard_map(moved, mesh=mesh, in_specs=place, out_specs=outs), x).text
-    )
-    by_kind = {s.kind: s.bytes for s in sent}
+    mapped = jax.shard_map(moved, mesh=mesh, in_specs=place, out_specs=outs)
+    by_kind = {s.kind: s.bytes for s in wire(compile_for_placed(mapped, x).text)}
     assert by_kind == {
         "all-gather": 2 * 64 * 32 * 3 / 4,
         "all-reduce": 2 * (2 * 16 * 32) / 2,

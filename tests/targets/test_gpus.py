@@ -15,28 +15,21 @@ from benchmarks.targets import vit
 from testbed.decoding import CACHES, LOOPS, Decoder
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.hlo import parse_program
-from testbed.machines.training_steps import compile_step, ratios
+from testbed.machines.training_steps import ratios
 from testbed.models import MODELS, Model
 from tests.commands import in_full
-from tests.gates import assert_at_most
+from tests.gates import assert_at_most, assert_leaner_than_by_hand
 
 pytestmark = pytest.mark.usefixtures("h200", "users_rank_promotion")
 
-SIZES = {"layers": 1}
 # Bounds of the bytes moved, temporary memory and kernels, as ratios to the model by hand.
-GATES = [
-    ("b200", "gpt", (0.82, 0.71, 1.01)),
-    ("a100", "plain_transformer", (0.76, 0.76, 0.98)),
-]
+GATES = [("b200", "gpt", (0.82, 0.71, 1.01)), ("a100", "plain_transformer", (0.76, 0.76, 0.98))]
 
 
 @pytest.mark.parametrize(("machine", "name", "at_most"), in_full(GATES))
 def test_leaner_than_by_hand_in_bfloat16(machine, name, at_most):
     (model,) = (model for model in MODELS if model.name == name)
-    by_hand, autocast = (
-        compile_step(model, way, SIZES, machine, "bfloat16") for way in ("by hand", "autocast")
-    )
-    assert_at_most(f"{machine} {name}: bytes, temp, kernels", ratios(autocast, by_hand), at_most)
+    assert_leaner_than_by_hand(model, {"layers": 1}, at_most, machine, "bfloat16")
 
 
 @pytest.mark.full
@@ -46,11 +39,8 @@ def test_leaner_than_by_hand_in_bfloat16(machine, name, at_most):
 def test_a_vit_is_leaner_than_by_hand(machine, at_most):
     """Its 197 tokens are padded once, so that no kernel writes scores of that length."""
     sizes = {"batch": 64, "layers": 1, "width": 512, "heads": 8}
-    by_hand, autocast = (
-        compile_step(Model("vit", vit, {}), way, sizes, machine, "bfloat16")
-        for way in ("by hand", "autocast")
-    )
-    assert_at_most(f"{machine} vit: bytes, temp, kernels", ratios(autocast, by_hand), at_most)
+    model = Model("vit", vit, {})
+    by_hand, autocast = assert_leaner_than_by_hand(model, sizes, at_most, machine, "bfloat16")
     assert "bf16[64,8,197,197]" in by_hand.text
     assert "197,197]" not in autocast.text
 
@@ -68,10 +58,9 @@ GENERATION = [
 def test_generation_is_as_lean_as_by_hand(machine, loop, cache, at_most):
     by_hand, exact = (Decoder(dtype, loop, cache) for dtype in (jnp.bfloat16, jnp.float32))
     autocast = jmp.autocast(exact, "mixed_bfloat16")
-    programs = [
-        compile_for_gpu(machine, function, *exact.arguments()) for function in (by_hand, autocast)
-    ]
-    measured = ratios(*programs[::-1])[:2]
+    arguments = exact.arguments()
+    programs = [compile_for_gpu(machine, f, *arguments) for f in (autocast, by_hand)]
+    measured = ratios(*programs)[:2]
     assert_at_most(f"{machine} {loop} {cache}: bytes, temp", measured, at_most)
 
 
@@ -85,13 +74,11 @@ def test_half_parameters_are_cast_nowhere(loop):
     generate = jmp.autocast(exact, "mixed_bfloat16")
     cast = []
     for given in (params, halves):
-        text = compile_for_gpu("h200", generate, given, token).text
-        computations, entry = parse_program(text)
+        computations, entry = parse_program(compile_for_gpu("h200", generate, given, token).text)
         (turns,) = (i for i in computations[entry] if i.opcode == "while")
         assert not re.search(r"f32\[(2,)?(1024|4096),\d{4}\]", turns.shape)
         inputs = {i.name for i in computations[entry] if i.opcode == "parameter"}
         launched = [i for i in computations[entry] if i.opcode in ("convert", "fusion")]
-        cast.append(
-            sum(i.shape.startswith("bf16") and inputs.issuperset(i.operands) for i in launched)
-        )
+        casts = [i for i in launched if i.shape.startswith("bf16")]
+        cast.append(sum(inputs.issuperset(i.operands) for i in casts))
     assert cast == [5, 0]

@@ -6,7 +6,6 @@ none they are skipped; JMP_REQUIRE_TPU=1 makes that an error.
 
 import json
 import math
-import os
 import subprocess
 
 import pytest
@@ -18,7 +17,7 @@ from testbed.machines import loops
 from testbed.machines.hlo import count
 from testbed.machines.tpus import estimated_cycles
 from testbed.machines.wire import Sent, wire
-from tests.commands import in_full
+from tests.commands import in_full, skip_or_fail
 from tests.gates import assert_at_most
 
 # Reading, which needs no compiler.
@@ -147,10 +146,7 @@ def tpus(tmp_path_factory):
     """Returns what counts a small program of a row of `benchmarks/targets.py`."""
     python = targets.tpu_python()
     if python is None:
-        reason = "there is no compiler for TPUs: `make targets`"
-        if os.environ.get("JMP_REQUIRE_TPU") == "1":
-            pytest.fail(f"JMP_REQUIRE_TPU=1, but {reason}")
-        pytest.skip(reason)
+        skip_or_fail("there is no compiler for TPUs: `make targets`", "JMP_REQUIRE_TPU")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):  # of tests on a CPU
             patch.delenv(name, raising=False)
