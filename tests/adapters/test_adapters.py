@@ -1,5 +1,6 @@
 """The contract of all adapters, over the rows of `adapter_cases`: one network in each framework."""
 
+import functools
 import re
 import threading
 import warnings
@@ -25,7 +26,17 @@ pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
 POLICIES = ["mixed_float16", "mixed_bfloat16", "O2", "O3"]
 
-every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+
+def each_of(adapters):
+    return pytest.mark.parametrize("adapter", adapters, ids=lambda adapter: adapter.name)
+
+
+def in_core_of(*names):
+    """A test of every adapter, of which `make test` runs those with these names."""
+    return each_of(in_full(ADAPTERS, but=names))
+
+
+every_adapter = each_of(ADAPTERS)
 
 
 def loss_of(adapter, policy, rules=None, **options):
@@ -38,18 +49,23 @@ def loss_of(adapter, policy, rules=None, **options):
     return loss_fn
 
 
-def stored(adapter, policy, rules=None):
+def products_of(adapter, policy, rules=None, **options):
+    """Returns how many forward products there are of each dtype."""
+    loss_fn = loss_of(adapter, policy, rules, **options)
     params, statistics = adapter.init()
-    return adapter.cast_params(params, policy, rules), statistics
+    return product_dtypes(lambda params: loss_fn(params, statistics)[0], params)
+
+
+def stored(adapter, policy):
+    params, statistics = adapter.init()
+    return adapter.cast_params(params, policy), statistics
 
 
 def dtypes_of(tree):
     return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-@pytest.mark.parametrize(
-    "adapter", in_full(ADAPTERS, but=("nnx view", "equinox")), ids=lambda adapter: adapter.name
-)
+@in_core_of("nnx view", "equinox")
 @pytest.mark.filterwarnings("ignore:.*was asked for reduce_dtype=float32:UserWarning")  # convs
 def test_autocast_is_told_the_dtype_of_reductions(adapter):
     params, statistics = stored(adapter, "mixed_float16")
@@ -106,9 +122,7 @@ def test_a_batch_norm_computes_in_float32_and_what_follows_is_half(adapter, poli
     assert relus and set(relus) == {"float16"}
 
 
-@pytest.mark.parametrize(
-    "adapter", in_full(ADAPTERS, but=("linen", "equinox")), ids=lambda adapter: adapter.name
-)
+@in_core_of("linen", "equinox")
 def test_the_gradient_is_close_to_float32s(adapter):
     params, statistics = adapter.init()
     flat = {}
@@ -123,29 +137,23 @@ def test_the_gradient_is_close_to_float32s(adapter):
 
 @every_adapter
 def test_rules_by_path_and_by_type(adapter):
-    params, statistics = adapter.init()
-    count = lambda rules: product_dtypes(
-        lambda p: loss_of(adapter, "mixed_float16", rules)(p, statistics)[0], params
-    )
+    count = functools.partial(products_of, adapter, "mixed_float16")
     assert count(None) == {"float16": PRODUCTS}
     assert count([(adapter.head, "float32")]) == {"float16": PRODUCTS - 1, "float32": 1}
     convolutions = [(adapter.convolution, "float32")]
     assert count(convolutions) == {"float16": 1, "float32": PRODUCTS - 1}
-    assert count([(adapter.convolution, "mixed_float16"), ("*", "float32")]) == {
-        "float16": PRODUCTS - 1,
-        "float32": 1,
-    }
+    first = [(adapter.convolution, "mixed_float16"), ("*", "float32")]
+    assert count(first) == {"float16": PRODUCTS - 1, "float32": 1}
 
 
 @every_adapter
 def test_rules_may_be_an_iterator_and_give_the_policy_of_the_whole(adapter):
-    params, statistics = adapter.init()
     policy = jmp.get_policy("mixed_float16")
     rules = [(adapter.convolution, policy), ("*", "float32")]
-    loss_fn = loss_of(adapter, policy, iter(rules), full={"exp"})
     with pytest.warns(jmp.UnusedRuleWarning, match="full= names 'exp'"):
-        products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+        products = products_of(adapter, policy, iter(rules), full={"exp"})
     assert products == {"float16": PRODUCTS - 1, "float32": 1}
+    params, _ = adapter.init()
     cast = lambda rules: bits(adapter.cast_params(params, "O2", rules))
     rules = [(adapter.head, "float32")]
     assert cast(iter(rules)) == cast(rules) != cast(())
@@ -153,9 +161,7 @@ def test_rules_may_be_an_iterator_and_give_the_policy_of_the_whole(adapter):
 
 @every_adapter
 def test_a_float32_policy_with_a_half_part(adapter):
-    params, statistics = adapter.init()
-    loss_fn = loss_of(adapter, "float32", [(adapter.convolution, "mixed_float16")])
-    products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+    products = products_of(adapter, "float32", [(adapter.convolution, "mixed_float16")])
     assert products == {"float16": PRODUCTS - 1, "float32": 1}
 
 
@@ -168,13 +174,11 @@ def test_two_half_dtypes_in_one_model_are_refused(adapter):
 
 @every_adapter
 def test_autocasts_options_are_taken(adapter):
-    params, statistics = adapter.init()
-    full = ["conv_general_dilated"]
-    loss_fn = loss_of(adapter, "mixed_float16", full=full, recompute="none")
-    products = product_dtypes(lambda p: loss_fn(p, statistics)[0], params)
+    options = {"full": ["conv_general_dilated"], "recompute": "none"}
+    products = products_of(adapter, "mixed_float16", **options)
     assert products == {"float16": 1, "float32": PRODUCTS - 1}
     with pytest.raises(ValueError, match="recompute='sometimes'"):
-        loss_of(adapter, "mixed_float16", recompute="sometimes")(params, statistics)
+        products_of(adapter, "mixed_float16", recompute="sometimes")
 
 
 @every_adapter
@@ -203,6 +207,8 @@ def test_cast_params_keeps_norms_and_can_be_undone(adapter):
 
 ADAM = optax.adam(optax.linear_schedule(1e-2, 0.0, 9))
 SCALE = jmp.DynamicLossScale(8.0, period=2)
+F16, SCALING = "mixed_float16", transforms.with_loss_scale(optax.identity(), SCALE)
+BEHIND_SCALING = optax.chain(SCALING, optax.add_decayed_weights(0.1), ADAM)
 
 
 @every_adapter
@@ -211,18 +217,8 @@ SCALE = jmp.DynamicLossScale(8.0, period=2)
     in_full(
         {
             "O2": ("O2", transforms.mixed_precision(ADAM, "O2", SCALE)),
-            "mixed_float16": (
-                "mixed_float16",
-                transforms.mixed_precision(ADAM, "mixed_float16", SCALE),
-            ),
-            "with Adam and weight decay behind loss scaling": (
-                "mixed_float16",
-                optax.chain(
-                    transforms.with_loss_scale(optax.identity(), SCALE),
-                    optax.add_decayed_weights(0.1),
-                    ADAM,
-                ),
-            ),
+            "mixed_float16": (F16, transforms.mixed_precision(ADAM, F16, SCALE)),
+            "with Adam and weight decay behind loss scaling": (F16, BEHIND_SCALING),
         },
         first=1,
     ),
@@ -242,10 +238,8 @@ def test_a_skipped_step_moves_nothing_but_the_scale_and_all_steps_compile_once(a
 
 
 def test_an_optimizer_behind_loss_scaling_may_start_from_python_numbers():
-    totals = optax.GradientTransformation(
-        lambda params: 1.0, lambda updates, total, params: (updates, total + updates["w"].sum())
-    )
-    tx = optax.chain(transforms.with_loss_scale(optax.identity(), SCALE), totals)
+    update = lambda updates, total, params: (updates, total + updates["w"].sum())
+    tx = optax.chain(SCALING, optax.GradientTransformation(lambda params: 1.0, update))
     model = {"w": jnp.ones(2)}
     for factor, expected in ((1.0, 3.0), (jnp.inf, 1.0)):
         loss_fn = lambda model, factor: factor * model["w"].sum()
@@ -268,7 +262,7 @@ UNSCALED = {
 SCALES_NOTHING = "float16, but its optimizer scales no loss"
 
 
-@pytest.mark.parametrize("adapter", MARKED, ids=lambda adapter: adapter.name)
+@each_of(MARKED)
 @pytest.mark.parametrize("tx", in_full(UNSCALED, but=("bfloat16's", "a chain")))
 def test_a_step_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(adapter, tx):
     state, step = adapter.trainer("mixed_float16", tx)
@@ -290,9 +284,7 @@ def test_a_train_state_warns_of_an_optimizer_that_scales_nothing_for_a_float16_m
     assert create(checked).loss_scale.loss_scale == 1.0
 
 
-@pytest.mark.parametrize(
-    "adapter", in_full(ADAPTERS, but=("nnx view", "haiku")), ids=lambda adapter: adapter.name
-)
+@in_core_of("nnx view", "haiku")
 def test_training_follows_float32(adapter):
     ends = {}
     for policy in ("float32", "mixed_float16"):
@@ -449,10 +441,8 @@ def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name
         products = {row.module: row.dtype_in for row in report.rows if row.kind == "product"}
         assert [path for path, dtype in products.items() if dtype == "float32"] == [plain]
         half = adapters.haiku.autocast(network, "O1", rules=[(target, "float32")])
-        assert product_dtypes(half.apply, *variables, x) == {
-            "float16": len(products) - 1,
-            "float32": 1,
-        }, target
+        found = product_dtypes(half.apply, *variables, x)
+        assert found == {"float16": len(products) - 1, "float32": 1}, target
 
 
 def test_a_policy_of_haikus_own_beside_that_of_with_policy_is_reported():

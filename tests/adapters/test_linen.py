@@ -109,8 +109,8 @@ def variables_of(name):
     return jax.eval_shape(model.init, jax.random.key(0), inputs)
 
 
-def loss_of(model, inputs, policy, rules=None):
-    apply_fn = linen.autocast(model.apply, policy, rules=rules)
+def loss_of(model, inputs, policy):
+    apply_fn = linen.autocast(model.apply, policy)
 
     def loss_fn(variables):
         output, updated = apply_fn(variables, inputs, mutable=["batch_stats"])
@@ -145,6 +145,11 @@ def test_the_plain_model_stays_as_it_was(name):
     assert list(before) == ["float32"]
 
 
+def count_products(model, variables, x, rules=None, **options):
+    apply_fn = linen.autocast(model.apply, "mixed_float16", rules=rules, **options)
+    return product_dtypes(apply_fn, variables, x)
+
+
 @pytest.mark.parametrize(
     ("target", "products"),
     [
@@ -155,9 +160,7 @@ def test_the_plain_model_stays_as_it_was(name):
 )
 def test_rules_by_path_and_by_type(target, products):
     (model, inputs), variables = MODELS["transformer"], variables_of("transformer")
-    count = lambda rules: product_dtypes(
-        lambda v: loss_of(model, inputs, "mixed_float16", rules)(v)[0], variables
-    )
+    count = functools.partial(count_products, model, variables, inputs)
     total = count(None)["float16"]
     assert count([(target, "float32")]) == {"float32": products, "float16": total - products}
 
@@ -176,9 +179,7 @@ def layers_that_say_float32():
 
 def test_a_layer_that_says_float32_is_lowered_unless_one_keeps_it(layers_that_say_float32):
     model, variables, x = layers_that_say_float32
-    count = lambda rules=None, **options: product_dtypes(
-        linen.autocast(model.apply, "mixed_float16", rules=rules, **options), variables, x
-    )
+    count = functools.partial(count_products, model, variables, x)
     assert count() == {"float16": 2}
     assert count([("*/head", "float32")]) == {"float16": 1, "float32": 1}
     assert count([("Model/head", "float32")]) == count([("head", "float32")])
@@ -195,9 +196,7 @@ def test_a_jitted_part_is_traced_anew_for_other_rules():
 
     model, x = Jitted(), jnp.ones((2, 8))
     variables = jax.jit(model.init)(jax.random.key(0), x)
-    count = lambda rules: product_dtypes(
-        linen.autocast(model.apply, "mixed_float16", rules=rules), variables, x
-    )
+    count = functools.partial(count_products, model, variables, x)
     assert count(None) == {"float16": 2}
     assert count([("first", "float32")]) == {"float16": 1, "float32": 1}
     assert count([(nn.Dense, "float32")]) == {"float32": 2}
@@ -224,9 +223,8 @@ def test_collections_but_statistics_keep_their_dtypes():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            self.variable("cache", "last", jnp.zeros, x.shape, jnp.bfloat16).value = x.astype(
-                jnp.bfloat16
-            )
+            last = self.variable("cache", "last", jnp.zeros, x.shape, jnp.bfloat16)
+            last.value = x.astype(jnp.bfloat16)
             return nn.Dense(2)(nn.Dense(8)(x))
 
     x = jnp.ones((2, 8))
@@ -362,15 +360,15 @@ def test_it_is_called_as_apply_is():
     assert apply_fn(variables, x, train=True, rngs={"dropout": jax.random.key(1)}).shape == (2, 4)
 
 
-def make_state(loss_scale=None, optimizer=None):
+def make_state(loss_scale=None):
     model, inputs = MODELS["convolutions"]
     variables = jax.jit(model.init)(jax.random.key(0), inputs)
-    optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, 9)) if optimizer is None else optimizer
+    adam = optax.adam(optax.linear_schedule(1e-2, 0.0, 9))
     return linen.TrainState.create(
         apply_fn=linen.autocast(model.apply, "mixed_float16"),
         params=variables["params"],
         batch_stats=variables["batch_stats"],
-        tx=transforms.with_loss_scale(optimizer, loss_scale or jmp.DynamicLossScale(8.0, period=2)),
+        tx=transforms.with_loss_scale(adam, loss_scale or jmp.DynamicLossScale(8.0, period=2)),
     )
 
 

@@ -350,14 +350,9 @@ def name_of(case):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_planted_culprit_is_named(case):
     found = find_nonfinite(case.function)(*case.args)
-    assert found.operation == case.operation
-    assert (found.became, found.direction, found.dtype) == (
-        case.became,
-        case.direction,
-        case.dtype,
-    )
+    for name in ("operation", "became", "direction", "dtype", "module"):
+        assert getattr(found, name) == getattr(case, name)
     assert found.inside[: len(case.inside)] == case.inside
-    assert found.module == case.module
     assert case.cure in found.cure
     file, line = found.source.split(":")
     assert file.endswith("test_find_nonfinite.py")

@@ -105,22 +105,18 @@ class CNN(nn.Module):
 def linen_cnn():
     images = jnp.ones((2, 8, 8, 3))
     variables = jax.jit(CNN().init)(jax.random.key(0), images)
-    statistics = variables["batch_stats"]
 
     def loss(params, images):
-        logits, changed = CNN().apply(
-            {"params": params, "batch_stats": statistics}, images, mutable=["batch_stats"]
-        )
+        given = {"params": params, "batch_stats": variables["batch_stats"]}
+        logits, changed = CNN().apply(given, images, mutable=["batch_stats"])
         return jnp.mean(logits**2), changed
 
     return loss, (variables["params"], images), True
 
 
 def nnx_mlp():
-    layers = nnx.Sequential(
-        nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1))
-    )
-    graphdef, params = nnx.split(layers)
+    first, second = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+    graphdef, params = nnx.split(nnx.Sequential(first, nnx.relu, second))
     return lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2), (params, X), False
 
 
@@ -191,9 +187,8 @@ def test_arguments_that_are_no_arrays_reach_the_function():
         return activation(x @ params["w"]).sum()
 
     found = report(loss, {"w": W, "name": None}, X, "tanh", jnp.tanh, None)
-    assert sum(found.residual_bytes.values()) == compiled_bytes(
-        lambda w, x: jnp.tanh(x @ w).sum(), (W, X), False
-    )
+    plain = lambda w, x: jnp.tanh(x @ w).sum()
+    assert sum(found.residual_bytes.values()) == compiled_bytes(plain, (W, X), False)
 
 
 # Where residuals come from.
@@ -287,9 +282,8 @@ def test_copies_made_inside_a_loop_are_copies():
 
     found = report(loss, jnp.ones((6, 8, 8)), X, policy=F16)
     assert found.copy_bytes == {"float16": 6 * 8 * 8 * 2}
-    assert found.activation_bytes and not any(
-        row.of_parameters for row in found.residuals if row.shape[1:] != (8, 8)
-    )
+    assert found.activation_bytes
+    assert {row.shape[1:] for row in found.residuals if row.of_parameters} <= {(8, 8)}
 
 
 def test_frozen_weights_have_a_row_of_their_own_and_their_copies_are_no_activations():
@@ -300,10 +294,10 @@ def test_frozen_weights_have_a_row_of_their_own_and_their_copies_are_no_activati
 
     adapters = [(jnp.ones((64, 2)), jnp.ones((2, 64)))] * 3
     backbone = [jnp.ones((64, 64), jnp.bfloat16)] * 3
-    small, large = (
-        report(loss, adapters, backbone, jnp.ones((rows, 64)), policy=F16, frozen=1)
-        for rows in (32, 64)
+    counted = lambda rows, **more: report(
+        loss, adapters, backbone, jnp.ones((rows, 64)), policy=F16, **more
     )
+    small, large = counted(32, frozen=1), counted(64, frozen=1)
     assert small.frozen_bytes == {"bfloat16": 3 * 64 * 64 * 2}
     assert small.parts["frozen parameters"] == 3 * 64 * 64 * 2
     assert small.parameter_bytes == small.gradient_bytes == {"float32": 3 * 2 * 64 * 2 * 4}
@@ -317,7 +311,7 @@ def test_frozen_weights_have_a_row_of_their_own_and_their_copies_are_no_activati
     assert size(3 * 64 * 64 * 2) in line
     assert "frozen" not in str(report(mlp, MLP, X))
     # Not named, they are data: their copies look like activations.
-    unnamed = report(loss, adapters, backbone, jnp.ones((32, 64)), policy=F16)
+    unnamed = counted(32)
     assert unnamed.parts["frozen parameters"] == 0
     assert unnamed.parts["activations"] >= small.parts["activations"] + copies
 
@@ -401,10 +395,7 @@ def blocks(checkpoint):
             return jax.nn.sigmoid(jnp.tanh(h @ w))
 
     def loss(w, x):
-        if checkpoint:
-            inner = jax.checkpoint(block)
-        else:
-            inner = block
+        inner = jax.checkpoint(block) if checkpoint else block
         x = jax.jit(inner)(x, w)
         return jax.lax.scan(lambda h, _: (inner(h, w), None), x, None, length=4)[0].sum()
 

@@ -40,10 +40,10 @@ def said(row):
     return row.counts, row.zeros, row.infinities, row.nans
 
 
-def any_bits(dtype, size, seed=0):
+def any_bits(dtype, size):
     """Numbers of every kind: all bit patterns are alike probable, and the edges are there."""
     unsigned = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-    bits = np.random.default_rng(seed).integers(0, 2 ** (8 * unsigned.itemsize), size, unsigned)
+    bits = np.random.default_rng(0).integers(0, 2 ** (8 * unsigned.itemsize), size, unsigned)
     info = jnp.finfo(dtype)
     values = [info.max, info.smallest_normal, info.smallest_subnormal, -info.max]
     edges = np.array([0.0, *map(float, values)]).astype(dtype)
@@ -343,9 +343,8 @@ product_with_a_rule.defvjp(
 
 def test_what_is_bound_as_a_whole_is_counted_at_its_outputs():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(
-        lambda x, w: jnp.sin(x @ w), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
-    )
+    sine = lambda x, w: jnp.sin(x @ w)
+    mapped = jax.shard_map(sine, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     function = lambda w, x: product_with_a_rule(mapped(x, w), w).sum()
     report = diagnostics.gradient_report(function)(W["a"], X)
     found = {row.operation: said(row) for row in report.rows if row.role == "activation"}
@@ -487,9 +486,8 @@ class Nnx(nnx.Module):
 def test_a_linen_model():
     model = Linen()
     params = jax.jit(model.init)(jax.random.key(0), X)["params"]
-    report = diagnostics.gradient_report(
-        lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2), F16
-    )(params, X)
+    loss_fn = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
+    report = diagnostics.gradient_report(loss_fn, F16)(params, X)
     found = {(row.path, row.operation, row.dtype) for row in report.rows}
     assert ("Linen/body", "dot_general", "float16") in found
     assert ("head/kernel", "", "float32") in found

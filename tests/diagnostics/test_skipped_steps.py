@@ -13,20 +13,21 @@ from jmp import diagnostics, transforms
 from jmp.adapters import linen
 from jmp.adapters import nnx as nnx_adapter
 
+SGD = optax.sgd(0.1)
 INNER = {
     "adam": optax.adam(0.1),
-    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    "masked": optax.masked(optax.sgd(0.1), True),
-    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), SGD),
+    "masked": optax.masked(SGD, True),
+    "MultiSteps": optax.MultiSteps(SGD, 2),
 }
 
 
-def scaled_sgd(scale):
-    return transforms.with_loss_scale(optax.sgd(0.1), scale)
+def scaled(scale, inner=SGD):
+    return transforms.with_loss_scale(inner, scale)
 
 
-def after(gradients, tx, params=None):
-    params = jnp.ones(2) if params is None else params
+def after(gradients, tx):
+    params = jnp.ones(2)
     state = tx.init(params)
     for gradient in gradients:
         _, state = tx.update(jnp.full(2, float(gradient)), state, params)
@@ -35,44 +36,32 @@ def after(gradients, tx, params=None):
 
 @pytest.mark.parametrize("name", INNER)
 def test_the_numbers_of_a_run_with_two_skips(name):
-    tx = transforms.with_loss_scale(INNER[name], jmp.DynamicLossScale(2.0**10))
+    tx = scaled(jmp.DynamicLossScale(2.0**10), INNER[name])
     found = diagnostics.metrics(after([1, jnp.nan, 1, jnp.inf], tx), steps=4)
-    assert {name: value.item() for name, value in found.items()} == {
-        "loss_scale": 2.0**8,
-        "grads_finite": False,
-        "skipped_steps": 2,
-        "consecutive_skips": 1,
-        "skip_rate": 0.5,
-    }
-    dtypes = {name: str(value.dtype) for name, value in found.items()}
-    assert dtypes == {
-        "loss_scale": "float32",
-        "grads_finite": "bool",
-        "skipped_steps": "int32",
-        "consecutive_skips": "int32",
-        "skip_rate": "float32",
+    assert {name: (value.item(), str(value.dtype)) for name, value in found.items()} == {
+        "loss_scale": (2.0**8, "float32"),
+        "grads_finite": (False, "bool"),
+        "skipped_steps": (2, "int32"),
+        "consecutive_skips": (1, "int32"),
+        "skip_rate": (0.5, "float32"),
     }
     assert all(value.shape == () for value in found.values())
 
 
 def test_loss_scaling_in_the_middle_of_a_chain_is_found():
-    tx = optax.chain(
-        transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(8.0)), optax.scale(0.5)
-    )
+    tx = optax.chain(scaled(jmp.DynamicLossScale(8.0), INNER["adam"]), optax.scale(0.5))
     assert diagnostics.metrics(after([jnp.inf], tx))["loss_scale"] == 4.0
 
 
 def test_without_steps_there_is_no_rate_and_no_step_is_divided_by_nothing():
-    tx = scaled_sgd(jmp.DynamicLossScale(8.0))
+    tx = scaled(jmp.DynamicLossScale(8.0))
     assert "skip_rate" not in diagnostics.metrics(after([1], tx))
     assert diagnostics.metrics(after([], tx), steps=0)["skip_rate"] == 0.0
 
 
 def test_static_and_no_scales_give_arrays_too():
     for scale, expected in ((jmp.StaticLossScale(128), 128.0), (jmp.NoOpLossScale(), 1.0)):
-        found = diagnostics.metrics(
-            after([jnp.inf], transforms.with_loss_scale(INNER["adam"], scale))
-        )
+        found = diagnostics.metrics(after([jnp.inf], scaled(scale, INNER["adam"])))
         assert found["loss_scale"].dtype == jnp.float32
         assert found["loss_scale"] == expected
         # NoOpLossScale checks nothing, and says so.
@@ -81,7 +70,7 @@ def test_static_and_no_scales_give_arrays_too():
 
 
 def test_inside_jit_they_outlive_a_donated_state():
-    tx = transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(2.0**10))
+    tx = scaled(jmp.DynamicLossScale(2.0**10), INNER["adam"])
 
     def step(state, gradient, tried):
         _, state = tx.update(gradient, state)
@@ -102,7 +91,7 @@ def test_inside_jit_they_outlive_a_donated_state():
 
 
 def test_it_waits_for_nothing_and_copies_nothing_to_the_host():
-    state = after([1], scaled_sgd(jmp.DynamicLossScale(8.0)))
+    state = after([1], scaled(jmp.DynamicLossScale(8.0)))
     found = diagnostics.metrics(state, steps=jnp.int32(1))
     assert found["skipped_steps"] is state.skipped_steps
     # A function that reads a value would fail on a tracer.
@@ -111,7 +100,7 @@ def test_it_waits_for_nothing_and_copies_nothing_to_the_host():
 
 
 def test_each_seed_has_its_own_numbers():
-    tx = scaled_sgd(jmp.DynamicLossScale(8.0))
+    tx = scaled(jmp.DynamicLossScale(8.0))
     params = jnp.ones(3)
     states = jax.vmap(tx.init)(params)
     _, states = jax.vmap(tx.update)(jnp.array([1.0, jnp.inf, 1.0]), states, params)
@@ -132,9 +121,8 @@ def test_states_of_the_adapters():
 
     network = nnx_adapter.autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
     optimizer = nnx.Optimizer(network, tx, wrt=nnx.Param)
-    nnx_adapter.train_step(
-        lambda model, x: jnp.nan * model(x).sum(), network, optimizer, jnp.ones((1, 2))
-    )
+    loss_fn = lambda model, x: jnp.nan * model(x).sum()
+    nnx_adapter.train_step(loss_fn, network, optimizer, jnp.ones((1, 2)))
     for given in (optimizer, nnx.as_pure(optimizer.opt_state)):
         found = diagnostics.metrics(given)
         assert found["loss_scale"] == 2.0**15 and found["skipped_steps"] == 1
@@ -153,13 +141,13 @@ def test_states_of_the_adapters():
     ],
 )
 def test_skips_up_to_the_limit_pass(scale, gradients, limit):
-    state = after(gradients, scaled_sgd(scale))
+    state = after(gradients, scaled(scale))
     diagnostics.check_skips(state, limit)  # raises nothing
     assert diagnostics.metrics(state)["consecutive_skips"] < limit
 
 
 def test_a_model_that_is_dead_is_said_to_be():
-    tx = scaled_sgd(jmp.DynamicLossScale(2.0**10))
+    tx = scaled(jmp.DynamicLossScale(2.0**10))
     with pytest.raises(FloatingPointError) as raised:
         diagnostics.check_skips(after([jnp.nan] * 12, tx), 12)
     assert str(raised.value) == (
@@ -172,12 +160,12 @@ def test_a_model_that_is_dead_is_said_to_be():
 
 
 def test_a_static_scale_may_be_the_cause_itself():
-    tx = scaled_sgd(jmp.StaticLossScale(2.0**20))
+    tx = scaled(jmp.StaticLossScale(2.0**20))
     with pytest.raises(FloatingPointError, match="Either this static scale is too high"):
         diagnostics.check_skips(after([jnp.inf] * 2, tx), 2)
 
 
 def test_check_skips_refuses_a_traced_state():
-    state = after([1], scaled_sgd(jmp.DynamicLossScale(8.0)))
+    state = after([1], scaled(jmp.DynamicLossScale(8.0)))
     with pytest.raises(TypeError, match="traced state.*outside of jit"):
         jax.jit(lambda state: diagnostics.check_skips(state, 1))(state)

@@ -93,10 +93,8 @@ def ranges(rows, dtype):
 
 def of_tree():
     odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, 65536.0, 2.0**-24, 2.0**-26, -3.0])
-    tree = {
-        dtype: jnp.asarray(odd, jnp.float32).astype(dtype)
-        for dtype in ("float16", "bfloat16", "float32")
-    }
+    dtypes = ("float16", "bfloat16", "float32")
+    tree = {dtype: jnp.asarray(odd, jnp.float32).astype(dtype) for dtype in dtypes}
     report = diagnostics.range_report({**tree, "complex": odd.astype(np.complex64), "no": [1, "a"]})
     return report, data(report)
 

@@ -15,6 +15,7 @@ RANDOM = np.random.default_rng(0)
 X, Y, W = RANDOM.standard_normal((24, 4)), RANDOM.standard_normal(24), RANDOM.standard_normal(4)
 SCALE = 2.0**10
 STATIC = jmp.StaticLossScale(SCALE)
+accumulated = jmp.accumulated_value_and_grad
 
 
 def mean_loss(w, batch):
@@ -36,7 +37,7 @@ def test_it_is_one_large_batch(dtype, tolerance):
     with jax.enable_x64(True):
         value, gradient = jax.value_and_grad(mean_loss)(jnp.asarray(W), rows("float64"))
     with jax.enable_x64(dtype == "float64"):
-        grad_fn = jmp.accumulated_value_and_grad(mean_loss, STATIC, 4)
+        grad_fn = accumulated(mean_loss, STATIC, 4)
         got, scaled = grad_fn(jnp.asarray(W, dtype), rows(dtype))
     assert got.dtype == scaled.dtype == dtype
     np.testing.assert_allclose(got, value, rtol=tolerance)
@@ -49,7 +50,7 @@ def test_row_i_belongs_to_micro_batch_i_mod_steps():
 
     keys = jax.random.split(jax.random.key(0), 3)
     batch = {"ids": np.arange(12, dtype=np.int8).reshape(6, 2), "key": keys, "none": None}
-    grad_fn = jmp.accumulated_value_and_grad(loss, STATIC, 3, has_aux=True)
+    grad_fn = accumulated(loss, STATIC, 3, has_aux=True)
     (value, (ids, key, none, twice)), gradient = grad_fn(1.0, batch, jnp.arange(2.0))
     assert ids.dtype == np.int8 and none is None
     np.testing.assert_array_equal(ids[1], [[2, 3], [8, 9]])
@@ -67,9 +68,7 @@ def test_several_arguments_of_either_kind_may_be_named_from_the_end_and_by_keywo
         return 0.5
 
     arguments = rows()["x"], jnp.asarray(W, jnp.float32), rows()["y"], jnp.float32(0.5)
-    grad_fn = jmp.accumulated_value_and_grad(
-        loss, STATIC, np.int64(2), [1, -1], (-2, 0), weight=count
-    )
+    grad_fn = accumulated(loss, STATIC, np.int64(2), [1, -1], (-2, 0), weight=count)
     _, gradients = grad_fn(*arguments, power=2)
     expected = jax.grad(loss, argnums=(1, 3))(*arguments, power=2)
     assert isinstance(gradients, tuple)
@@ -97,7 +96,7 @@ def masked(dtype="float32"):
 @pytest.mark.parametrize("skip", ["window", "micro_batch"])
 def test_weights_give_the_mean_over_unequal_counts(skip):
     batch = masked()
-    grad_fn = jmp.accumulated_value_and_grad(masked_sum, STATIC, 4, weight=count, skip=skip)
+    grad_fn = accumulated(masked_sum, STATIC, 4, weight=count, skip=skip)
     w = jnp.asarray(W, jnp.float32)
     value, gradient = grad_fn(w, batch)
     expected, truth = jax.value_and_grad(lambda w: masked_sum(w, batch) / count(batch))(w)
@@ -109,12 +108,10 @@ def test_weights_give_the_mean_over_unequal_counts(skip):
 
 
 def test_half_gradients_of_a_weighted_sum_have_the_range_of_a_mean():
-    def total(w, x):
-        return jnp.sum((x * w).astype(jnp.float32))
-
+    total = lambda w, x: jnp.sum((x * w).astype(jnp.float32))
     scale = jmp.StaticLossScale(2.0**14)
     x, w = jnp.ones(2048, jnp.float16), jnp.float16(1.0)
-    grad_fn = jmp.accumulated_value_and_grad(total, scale, 2, weight=lambda x: np.int32(x.size))
+    grad_fn = accumulated(total, scale, 2, weight=lambda x: np.int32(x.size))
     _, gradient = grad_fn(w, x)
     assert float(gradient) == 2.0**14  # of the sum itself it is 2**24: infinite in float16
     assert float(_accumulating._power_of_two_up_to(jnp.float32(np.inf))) == 1
@@ -136,10 +133,9 @@ def test_a_bad_micro_batch_spoils_the_window_or_only_itself(bad, weighted):
     good = [i for i in range(4) if i not in bad]
     truth = np.mean([[i, i + 4] for i in good]) if good else np.nan
     fun, weight = (lambda w, x: jnp.sum(w * x), lambda x: x.size) if weighted else (linear, None)
-    make = jmp.accumulated_value_and_grad
-    value, gradient = make(fun, STATIC, 4, weight=weight)(1.0, x)
+    value, gradient = accumulated(fun, STATIC, 4, weight=weight)(1.0, x)
     assert bool(np.isfinite(gradient)) == bool(np.isfinite(value)) == (not bad)
-    value, gradient = make(fun, STATIC, 4, weight=weight, skip="micro_batch")(1.0, x)
+    value, gradient = accumulated(fun, STATIC, 4, weight=weight, skip="micro_batch")(1.0, x)
     np.testing.assert_allclose([value, gradient / SCALE], [truth, truth])
 
 
@@ -152,7 +148,7 @@ def with_aux(w, batch):
 def test_one_step_is_scaled_value_and_grad_bit_by_bit_without_a_loop(scale, skip):
     arguments = jnp.asarray(W, jnp.float16).at[0].set(-0.0), rows()
     single = jmp.scaled_value_and_grad(with_aux, scale, has_aux=True)
-    grad_fn = jmp.accumulated_value_and_grad(with_aux, scale, 1, has_aux=True, skip=skip)
+    grad_fn = accumulated(with_aux, scale, 1, has_aux=True, skip=skip)
     assert "scan" not in str(jax.make_jaxpr(grad_fn)(*arguments))
     for transform in (jax.jit, lambda fun: fun):
         (value, aux), gradient = transform(grad_fn)(*arguments)
@@ -162,7 +158,7 @@ def test_one_step_is_scaled_value_and_grad_bit_by_bit_without_a_loop(scale, skip
 
 
 def test_one_step_with_weights_has_no_loop_either():
-    grad_fn = jmp.accumulated_value_and_grad(masked_sum, STATIC, 1, weight=count)
+    grad_fn = accumulated(masked_sum, STATIC, 1, weight=count)
     w, batch = jnp.asarray(W, jnp.float32), masked()
     assert "scan" not in str(jax.make_jaxpr(grad_fn)(w, batch))
     truth = jax.grad(lambda w: masked_sum(w, batch) / count(batch))(w)
@@ -170,17 +166,13 @@ def test_one_step_with_weights_has_no_loop_either():
 
 
 def test_half_gradients_add_up_in_float32():
-    def loss(w, x):
-        return jnp.mean(w * x).astype(jnp.float32)
-
-    grad_fn = jmp.accumulated_value_and_grad(loss, jmp.NoOpLossScale(), 4096)
+    loss = lambda w, x: linear(w, x).astype(jnp.float32)
+    grad_fn = accumulated(loss, jmp.NoOpLossScale(), 4096)
     x, w = jnp.ones(4096, jnp.float16), jnp.float16(1.0)
     _, gradient = grad_fn(w, x)
     assert gradient.dtype == np.float32
     assert float(gradient) == 1.0  # a float16 sum of ones stays at 2048
-    half = jmp.accumulated_value_and_grad(
-        loss, jmp.NoOpLossScale(), 4096, accumulate_dtype="float16"
-    )
+    half = accumulated(loss, jmp.NoOpLossScale(), 4096, accumulate_dtype="float16")
     _, gradient = half(w, x)
     assert gradient.dtype == np.float32
     assert float(gradient) == 0.5
@@ -193,7 +185,7 @@ def test_complex_parameters_accumulate_in_their_own_dtype():
     x = jnp.arange(1.0, 7.0)
     truth = jax.grad(loss)(z, x)
     for fun, weight in ((loss, None), (weighted, lambda x: x.size)):
-        grad_fn = jmp.accumulated_value_and_grad(fun, STATIC, 3, weight=weight)
+        grad_fn = accumulated(fun, STATIC, 3, weight=weight)
         _, gradient = grad_fn(z, x)
         assert gradient.dtype == np.complex64
         np.testing.assert_allclose(gradient / SCALE, truth, rtol=1e-6)
@@ -201,7 +193,7 @@ def test_complex_parameters_accumulate_in_their_own_dtype():
 
 @pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 def test_nothing_is_promoted_implicitly_and_the_scale_is_not_a_constant(strict_promotion):
-    grad_fn = lambda w, x, scale: jmp.accumulated_value_and_grad(
+    grad_fn = lambda w, x, scale: accumulated(
         lambda w, x: jnp.sum(w * x), scale, 2, weight=lambda x: x.size, skip="micro_batch"
     )(w, x)
     scale = jmp.DynamicLossScale(8.0)
@@ -213,14 +205,12 @@ def test_vmap_gives_each_member_its_own_window():
     x = jnp.asarray([[1.0, 2.0, 3.0, 4.0], [1.0, jnp.inf, 3.0, 4.0]])
     w, scales = jnp.asarray([2.0, 3.0]), jmp.DynamicLossScale(jnp.asarray([4.0, 8.0]), jnp.zeros(2))
 
-    def member(w, x, scale):
-        return jmp.accumulated_value_and_grad(linear, scale, 2, skip="micro_batch")(w, x)
-
+    member = lambda w, x, scale: accumulated(linear, scale, 2, skip="micro_batch")(w, x)
     values, gradients = jax.vmap(member)(w, x, scales)
     assert values.tolist() == [5.0, 6.0]
     assert gradients.tolist() == [10.0, 16.0]
     for axes in ("v", ("v", "v")):
-        grad_fn = jmp.accumulated_value_and_grad(linear, STATIC, 2, reduce_axes=axes)
+        grad_fn = accumulated(linear, STATIC, 2, reduce_axes=axes)
         together = jax.vmap(lambda x, grad_fn=grad_fn: grad_fn(2.0, x), axis_name="v")
         _, reduced = together(jnp.arange(8.0).reshape(2, 4))
         assert reduced.tolist() == [3.5 * SCALE] * 2
@@ -255,9 +245,7 @@ def on_devices(mesh, check_vma, grad_fn):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_devices_reduce_once_a_window(mesh, steps, weighted, check_vma):
     fun, weight = (masked_sum, count) if weighted else (mean_loss, None)
-    grad_fn = jmp.accumulated_value_and_grad(
-        fun, STATIC, steps, weight=weight, reduce_axes=("data",)
-    )
+    grad_fn = accumulated(fun, STATIC, steps, weight=weight, reduce_axes=("data",))
     w, batch = jnp.asarray(W, jnp.float16), masked("float16")
     mapped = on_devices(mesh, check_vma, grad_fn)
     jaxpr = jax.make_jaxpr(mapped)(w, batch).jaxpr
@@ -266,10 +254,9 @@ def test_devices_reduce_once_a_window(mesh, steps, weighted, check_vma):
     if steps == 3:
         value, gradient = jax.jit(mapped)(w, batch)
         assert gradient.dtype == np.float32
-        mean = (lambda w: masked_sum(w, batch) / count(batch)) if weighted else None
+        mean = (lambda w, b: masked_sum(w, b) / count(b)) if weighted else mean_loss
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (w, batch))
-        batch = wide[1]
-        expected, truth = jax.value_and_grad(mean or (lambda w: mean_loss(w, batch)))(wide[0])
+        expected, truth = jax.value_and_grad(mean)(*wide)
         np.testing.assert_allclose(value, expected, rtol=2e-3)
         np.testing.assert_allclose(gradient / SCALE, truth, rtol=2e-3, atol=2e-3)
 
@@ -288,7 +275,7 @@ def test_parameters_in_shards_are_refused_along_the_axes_of_the_sum_and_trained_
         return jax.lax.pmean(gathered(params, x), "data")
 
     def step(fun, axes, steps):
-        grad_fn = jmp.accumulated_value_and_grad(fun, STATIC, steps, reduce_axes=axes)
+        grad_fn = accumulated(fun, STATIC, steps, reduce_axes=axes)
         options = {"in_specs": (specs, P("data")), "out_specs": (P(), specs)}
         return jax.jit(jax.shard_map(grad_fn, mesh=mesh, **options))(params, x)
 
@@ -307,7 +294,7 @@ def test_a_parameter_in_shards_along_another_axis_than_that_of_the_sum_is_taken(
     def loss(own, x):  # tensor parallel: each device of "model" has a part of the products
         return jax.lax.psum(jnp.mean(own * x), "model")
 
-    grad_fn = jmp.accumulated_value_and_grad(loss, STATIC, 2, reduce_axes="data")
+    grad_fn = accumulated(loss, STATIC, 2, reduce_axes="data")
     specs = {"in_specs": (P("model"), P("data")), "out_specs": (P(), P("model"))}
     x = jnp.arange(16.0)
     value, gradient = jax.shard_map(grad_fn, mesh=mesh, **specs)(jnp.float32([1.0, 2.0]), x)
@@ -320,9 +307,7 @@ def test_a_bad_micro_batch_of_one_device_is_one_of_all(mesh, check_vma):
     x = jnp.arange(16.0).at[9].set(jnp.inf)  # the second micro-batch of the third device
     kept = np.arange(16.0)[[i for i in range(16) if i not in (9, 11)]]
     for skip, truth in (("window", np.inf), ("micro_batch", kept.mean())):
-        grad_fn = jmp.accumulated_value_and_grad(
-            linear, STATIC, 2, skip=skip, reduce_axes="data", has_aux=False
-        )
+        grad_fn = accumulated(linear, STATIC, 2, skip=skip, reduce_axes="data", has_aux=False)
         step = jax.jit(on_devices(mesh, check_vma, grad_fn))
         value, gradient = step(jnp.float32(1.0), x)
         np.testing.assert_allclose([value, gradient / SCALE], [truth, truth], rtol=1e-6)
@@ -335,7 +320,7 @@ def test_devices_that_share_rows_agree_which_micro_batch_is_bad(mesh, check_vma)
     def loss(params, x):
         return jnp.mean(params["own"] * x) + jnp.mean(params["all"] * x)
 
-    grad_fn = jmp.accumulated_value_and_grad(loss, STATIC, 2, skip="micro_batch")
+    grad_fn = accumulated(loss, STATIC, 2, skip="micro_batch")
 
     def step(params, x):
         # On one device of two the first micro-batch is bad.
@@ -343,13 +328,8 @@ def test_devices_that_share_rows_agree_which_micro_batch_is_bad(mesh, check_vma)
         shift = spoilt * jnp.asarray([1.0, 0.0])
         return grad_fn(params, jnp.where(jnp.isnan(shift), x, x + shift))[1]["own"][None]
 
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=({"own": P("model"), "all": P()}, P()),
-        out_specs=P("model"),
-        check_vma=check_vma,
-    )
+    specs = {"in_specs": ({"own": P("model"), "all": P()}, P()), "out_specs": P("model")}
+    mapped = jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)
     params = {"own": jnp.ones(2), "all": jnp.float32(1.0)}
     gradients = jax.jit(mapped)(params, jnp.asarray([3.0, 5.0]))
     np.testing.assert_array_equal(np.ravel(gradients), [5.0 * SCALE] * 2)
@@ -360,16 +340,13 @@ def test_devices_that_share_rows_agree_which_micro_batch_is_bad(mesh, check_vma)
 
 @pytest.mark.parametrize("skip", ["window", "micro_batch"])
 def test_a_window_is_one_step_of_loss_scaling_and_masters(skip):
-    tx = transforms.mixed_precision(
-        optax.sgd(2.0**-13), "p=f16,c=f16,o=f32", jmp.DynamicLossScale(8.0, period=2)
-    )
+    scale = jmp.DynamicLossScale(8.0, period=2)
+    tx = transforms.mixed_precision(optax.sgd(2.0**-13), "p=f16,c=f16,o=f32", scale)
 
     @jax.jit
     def step(w, state, x):
-        grad_fn = jmp.accumulated_value_and_grad(
-            lambda w, x: jnp.mean((w * x).astype(jnp.float32)), state.loss_scale, 4, skip=skip
-        )
-        _, scaled = grad_fn(w, x)
+        mean = lambda w, x: jnp.mean((w * x).astype(jnp.float32))
+        _, scaled = accumulated(mean, state.loss_scale, 4, skip=skip)(w, x)
         updates, state = tx.update(scaled, state, w)
         return optax.apply_updates(w, updates), state
 
@@ -391,7 +368,7 @@ def test_what_is_wrong_is_found_before_the_function_is_called():
     def never(*args):
         raise AssertionError("called")
 
-    make = lambda *args, **options: jmp.accumulated_value_and_grad(never, STATIC, *args, **options)
+    make = lambda *args, **options: accumulated(never, STATIC, *args, **options)
     with pytest.raises(ValueError, match=r"float32\[24,4\] as argument 1\['x'\], with steps=5"):
         make(5)(1.0, rows())
     with pytest.raises(ValueError, match=r"got float32\[0\] as argument 1"):
@@ -419,6 +396,6 @@ def test_counts_are_summed_in_float32(dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 def test_counts_of_a_dtype_that_cannot_count_are_refused(dtype):
     weight = lambda x: jnp.ones_like(x, dtype).sum()
-    grad_fn = jmp.accumulated_value_and_grad(linear, STATIC, 2, weight=weight)
+    grad_fn = accumulated(linear, STATIC, 2, weight=weight)
     with pytest.raises(TypeError, match=rf"weight returned {dtype}\[\]; .*float16 counts to 2048"):
         grad_fn(1.0, jnp.ones(4))

@@ -38,11 +38,8 @@ def leaf_name(path):
 
 
 def test_every_public_class_has_a_row():
-    classes = {
-        value
-        for name in jmp.__all__
-        if isinstance(value := getattr(jmp, name), type) and issubclass(value, jmp.LossScale)
-    }
+    public = [value for name in jmp.__all__ if isinstance(value := getattr(jmp, name), type)]
+    classes = {value for value in public if issubclass(value, jmp.LossScale)}
     assert classes - {jmp.LossScale} == {type(case.make()) for case in cases.LOSS_SCALES}
 
 
@@ -130,9 +127,8 @@ def test_a_scale_made_inside_jit_comes_out_whole(case):
 
 @every_scale
 def test_scan_adjusts_as_eager_code_does(case):
-    _, history = jax.lax.scan(
-        lambda scale, finite: (scale.adjust(finite),) * 2, case.make(), jnp.array(FLAGS)
-    )
+    adjust = lambda scale, finite: (scale.adjust(finite),) * 2
+    _, history = jax.lax.scan(adjust, case.make(), jnp.array(FLAGS))
     scale = case.make()
     for index, flag in enumerate(FLAGS):
         scale = scale.adjust(flag)
@@ -201,7 +197,10 @@ def has_no_scale(case):
     return isinstance(case.make(), jmp.NoOpLossScale)
 
 
-def check_in_at_least_float32(case, method, dtype, times):
+@every_scale
+@pytest.mark.parametrize("dtype", cases.CASTABLE)
+@pytest.mark.parametrize(("method", "times"), [("scale", 1), ("unscale", -1)])
+def test_every_leaf_is_multiplied_or_divided_in_at_least_float32(case, method, dtype, times):
     numbers = np.array([0.0, 1.0, -1.5, 3.0], dtype)
     with jax.enable_x64(dtype == "float64"):
         for leaf in (numbers, jnp.asarray(numbers), numbers.dtype.type(-1.5)):
@@ -211,18 +210,6 @@ def check_in_at_least_float32(case, method, dtype, times):
                 continue
             assert result.dtype == scaled_dtype(dtype)
             np.testing.assert_array_equal(result, exact(case, leaf, times=times))
-
-
-@every_scale
-@pytest.mark.parametrize("dtype", cases.CASTABLE)
-def test_scale_multiplies_every_leaf_in_at_least_float32(case, dtype):
-    check_in_at_least_float32(case, "scale", dtype, times=1)
-
-
-@every_scale
-@pytest.mark.parametrize("dtype", cases.CASTABLE)
-def test_unscale_divides_every_leaf_in_at_least_float32(case, dtype):
-    check_in_at_least_float32(case, "unscale", dtype, times=-1)
 
 
 @every_scale

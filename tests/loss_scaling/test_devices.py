@@ -27,9 +27,8 @@ def mesh():
 
 
 def make(axis_name="auto"):
-    return transforms.with_loss_scale(
-        optax.sgd(1.0, momentum=0.5), jmp.DynamicLossScale(4.0), axis_name=axis_name
-    )
+    sgd, scale = optax.sgd(1.0, momentum=0.5), jmp.DynamicLossScale(4.0)
+    return transforms.with_loss_scale(sgd, scale, axis_name=axis_name)
 
 
 EVERYWHERE = P(("x", "y"))
@@ -176,9 +175,9 @@ def bits_of(tree):
     in_full(
         [
             *(
-                (step, spec, AUTO)
+                (step, P(*x), AUTO)
                 for step in (plain_step, linen_step, nnx_step)
-                for spec in (P(), P("x"))
+                for x in ("", "x")
             ),
             (plain_step, P(), EXPLICIT),
             (linen_step, P(), EXPLICIT),

@@ -26,14 +26,10 @@ def history_of(scale, flags):
 @pytest.mark.parametrize("period", [1, 2, 3])
 def test_every_sequence_of_six_steps_follows_the_definition(period):
     flags = np.array(list(itertools.product([True, False], repeat=6)))
-    start = jmp.DynamicLossScale(
-        4.0, 0, period, min_loss_scale=1.0, growth_factor=4.0, max_loss_scale=64.0
-    )
-
-    def run(row):
-        return jax.lax.scan(lambda scale, finite: (scale.adjust(finite),) * 2, start, row)[1]
-
-    many = jax.jit(jax.vmap(run))(flags)
+    bounds = {"min_loss_scale": 1.0, "max_loss_scale": 64.0}
+    start = jmp.DynamicLossScale(4.0, 0, period, growth_factor=4.0, **bounds)
+    adjust = lambda scale, finite: (scale.adjust(finite),) * 2
+    many = jax.jit(jax.vmap(lambda row: jax.lax.scan(adjust, start, row)[1]))(flags)
     for index, row in enumerate(flags):
         expected = counting(row, 4.0, period, growth=4.0, floor=1.0, ceiling=64.0)
         scales, counters = zip(*expected, strict=True)
@@ -83,11 +79,8 @@ def test_a_history_of_steps(scale, flags, history):
 @pytest.mark.parametrize(("finite", "end"), [(False, SMALLEST), (True, LARGEST)])
 def test_a_scale_that_only_falls_or_only_grows_has_a_reciprocal_at_every_step(finite, end):
     scale = jmp.DynamicLossScale(2.0**16, period=1, min_loss_scale=0.0)
-    last, unscaled = jax.lax.scan(
-        lambda scale, finite: (scale.adjust(finite), scale.unscale(jnp.float32(1.0))),
-        scale,
-        jnp.full(400, finite),
-    )
+    step = lambda scale, finite: (scale.adjust(finite), scale.unscale(jnp.float32(1.0)))
+    last, unscaled = jax.lax.scan(step, scale, jnp.full(400, finite))
     assert float(last.loss_scale) == end
     # The reciprocal of 2**127 would be subnormal, and flushed to zero.
     assert np.all(np.isfinite(unscaled)) and np.all(np.asarray(unscaled) > 0)
@@ -98,10 +91,8 @@ def test_a_scale_that_only_falls_or_only_grows_has_a_reciprocal_at_every_step(fi
 def test_factors_that_are_no_powers_of_two_follow_float32(factor):
     scale = jmp.DynamicLossScale(1000.0, 0, 2, factor)
     flags = [True, True, False, True, True, True, True, False]
-    rule = counting(flags, 1000.0, 2, growth=factor, backoff=1 / factor, floor=1.0)
-    np.testing.assert_allclose(
-        history_of(scale, flags), list(rule), rtol=len(flags) * 2.0**-23, atol=0
-    )
+    rule = [*counting(flags, 1000.0, 2, growth=factor, backoff=1 / factor, floor=1.0)]
+    np.testing.assert_allclose(history_of(scale, flags), rule, rtol=len(flags) * 2.0**-23, atol=0)
 
 
 @pytest.mark.parametrize("factor", [1e39, 1e300])

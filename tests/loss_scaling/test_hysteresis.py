@@ -24,11 +24,8 @@ def history_of(scale, flags):
 def test_every_sequence_of_seven_steps_follows_the_definition(period, hysteresis):
     flags = np.array(list(itertools.product([True, False], repeat=7)))
     start = jmp.HysteresisLossScale(8.0, period=period, hysteresis=hysteresis)
-
-    def run(row):
-        return jax.lax.scan(lambda scale, finite: (scale.adjust(finite),) * 2, start, row)[1]
-
-    many = jax.jit(jax.vmap(run))(flags)
+    adjust = lambda scale, finite: (scale.adjust(finite),) * 2
+    many = jax.jit(jax.vmap(lambda row: jax.lax.scan(adjust, start, row)[1]))(flags)
     for index, row in enumerate(flags):
         expected = np.array([*megatron(row, 8.0, period, hysteresis)])
         np.testing.assert_array_equal(many.loss_scale[index], expected[:, 0])
@@ -37,9 +34,8 @@ def test_every_sequence_of_seven_steps_follows_the_definition(period, hysteresis
 
 
 def test_the_bounds_hold():
-    scale = jmp.HysteresisLossScale(
-        4.0, period=1, min_loss_scale=2.0, max_loss_scale=8.0, hysteresis=1
-    )
+    bounds = {"min_loss_scale": 2.0, "max_loss_scale": 8.0}
+    scale = jmp.HysteresisLossScale(4.0, period=1, hysteresis=1, **bounds)
     scales = [scale for scale, _, _ in history_of(scale, [False] * 3 + [True] * 4)]
     assert scales == [2, 2, 2, 4, 8, 8, 8]
 

@@ -39,17 +39,11 @@ def test_disabled_it_is_no_scale_at_all(preset, defaults):
 
 
 def test_torchs_keywords_mean_what_they_mean_in_torch():
-    defaults = {
-        "init_scale": 2.0**16,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "enabled": True,
-    }
+    defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    defaults |= {"init_scale": 2.0**16, "enabled": True}
     assert jmp.torch_loss_scale(**defaults) == jmp.torch_loss_scale()
     assert jmp.torch_loss_scale(**{**defaults, "enabled": False}) == jmp.NoOpLossScale()
-    scale = jmp.torch_loss_scale(
-        init_scale=2.0**10, growth_factor=4.0, backoff_factor=0.25, growth_interval=3
-    )
+    others = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+    scale = jmp.torch_loss_scale(init_scale=2.0**10, **others)
     assert (float(scale.loss_scale), scale.period, int(scale.counter)) == (2.0**10, 3, 0)
     assert (scale.growth_factor, scale.backoff_factor) == (4.0, 0.25)

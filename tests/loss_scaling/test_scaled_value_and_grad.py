@@ -132,9 +132,9 @@ def test_the_scale_may_be_traced():
 @pytest.mark.filterwarnings("ignore:The function returned a float16 loss")
 def test_a_constant_loss_has_zero_gradients():
     for constant in (3.0, np.float32(3), np.float16(3), jnp.float16(3)):
-        value, gradient = jmp.scaled_value_and_grad(
-            lambda w, constant=constant: constant, jmp.StaticLossScale(SCALE)
-        )(jnp.ones(2))
+        loss = lambda w, constant=constant: constant
+        grad_fn = jmp.scaled_value_and_grad(loss, jmp.StaticLossScale(SCALE))
+        value, gradient = grad_fn(jnp.ones(2))
         assert float(value) == 3.0
         assert value.dtype == np.float32
         np.testing.assert_array_equal(gradient, np.zeros(2))

@@ -76,10 +76,8 @@ def absolute_links(text: str, links: str, images: str) -> str:
 
 def copy_for_release(folder: pathlib.Path, links: str | None, images: str | None) -> None:
     """Copies the files that git tracks, with absolute links where their addresses are given."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\0")
-    for name in filter(None, tracked):
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in filter(None, tracked.split("\0")):
         if (ROOT / name).is_file():  # else it was deleted, and not yet committed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -114,14 +112,11 @@ class Environment:
         self, arguments: Sequence[str | pathlib.Path], quiet: bool
     ) -> subprocess.CompletedProcess[str]:
         print("$ python", *(str(a).strip().splitlines()[0] for a in arguments), flush=True)
-        output = subprocess.PIPE if quiet else None
-        errors = subprocess.STDOUT if quiet else None
+        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
         command = [self._folder / "venv" / "bin" / "python", *arguments]
         # PYTHONPATH may name the clone, which is not what is tried here.
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(
-            command, cwd=self._folder, env=variables, stdout=output, stderr=errors, text=True
-        )
+        return subprocess.run(command, cwd=self._folder, env=variables, text=True, **kept)
 
     def install(self, *what: str | pathlib.Path) -> None:
         self.python("-m", "pip", "install", "--quiet", *what)

@@ -20,14 +20,7 @@ from testbed import ROOT
 
 TINY = {
     "digits": ["--epochs=1", "--seeds=2", "--batch-size=256", "--width=4"],
-    "char_lm": [
-        "--steps=3",
-        "--seeds=2",
-        "--batch-size=2",
-        "--length=8",
-        "--width=8",
-        "--characters=20000",
-    ],  # fmt: skip
+    "char_lm": ["--steps=3", "--seeds=2", "--batch-size=2", "--length=8", "--width=8"],
     "memory": ["--layers=1", "--batch-size=2", "--length=8", "--width=8", "--vocabulary=16"],
     "autoencoder": ["--steps=3", "--seeds=2", "--batch-size=2"],
     "inspect_ranges": ["--batch-size=2"],
@@ -35,6 +28,8 @@ TINY = {
     "grpo": ["--digits=1", "--width=16", "--steps=3", "--batch-size=8", "--pretrain-to=0.05"],
     "find_overflow": ["--steps=45", "--learning-rate=0.3", "--batch-size=16", "--width=8"],
 }
+
+TINY["char_lm"] += ["--characters=20000"]
 
 GALLERY = {
     "diffusion": ["--steps=2", "--batch-size=4", "--width=4", "--precisions=mixed_bfloat16"],
@@ -81,7 +76,7 @@ def run_example(name, *arguments):
     return subprocess.CompletedProcess(path, code, output.getvalue(), errors.getvalue())
 
 
-def run_example_alone(name):
+def run_alone(name):
     """Runs an example as a user does, in a process of its own."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
@@ -127,6 +122,5 @@ def assert_saved_alike(folder, other, step):
 def words_and_numbers(printed):
     """Returns the words that a program printed, and its numbers: their last digits may differ."""
     number = r"-?\d+(?:\.\d+)?"
-    return re.sub(number, "#", " ".join(printed.split())), [
-        *map(float, re.findall(number, printed))
-    ]
+    words = re.sub(number, "#", " ".join(printed.split()))
+    return words, [*map(float, re.findall(number, printed))]

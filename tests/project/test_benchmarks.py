@@ -2,24 +2,18 @@
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import jax
 import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks import (
-    models,
-    programs,
-    targets,
-    worker,
-    workloads,
-)
+from benchmarks import models, programs, targets, worker, workloads
 from benchmarks._tables import TITLES
 from benchmarks.pages import measured as measured_page
 from benchmarks.pages import recipes as recipes_page
@@ -48,9 +42,7 @@ PAIRS = [
     ("recipe", "workload"), PAIRS, ids=lambda row: getattr(row, "name", "") or ""
 )
 def test_a_step_returns_a_state_like_the_one_it_got(recipe, workload):
-    if recipe.package and (
-        recipe.needs_peers_first or importlib.util.find_spec(recipe.package) is None
-    ):
+    if recipe.package and (recipe.needs_peers_first or find_spec(recipe.package) is None):
         pytest.skip(f"{recipe.package} of {recipe.title} is not installed, or hides behind ours")
     with jax.numpy_rank_promotion("allow"):
         training = recipe.make(workload)
@@ -127,10 +119,7 @@ def test_ratios_are_within_a_round_and_come_with_an_interval():
     assert results["ours"]["ratio"] == pytest.approx(2)
     assert results["by-hand"]["ratio"] == 1
     chance = np.random.default_rng(1)
-    varied = {
-        "by-hand": lambda steps: steps * 1.0,
-        "ours": lambda steps: steps * chance.normal(1.5, 0.1),
-    }
+    varied = {"by-hand": lambda steps: steps, "ours": lambda steps: steps * chance.normal(1.5, 0.1)}
     low, high = paired(varied, None, "by-hand", rounds=40)["ours"]["interval"]
     assert 1.3 < low < 1.5 < high < 1.7
 
@@ -155,37 +144,26 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on():
 
 def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
     failed, found = {"error": "out of memory"}, {"seconds": 1.0, "ratio": 1.0, "bytes_moved": 1}
-    counted = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": {}}}}
     for rows in ({"by-hand": failed, "adapter": failed}, {"by-hand": found, "adapter": failed}):
-        ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
-        counted["ceilings"] = ceilings | {"bytes_per_second": 1.0}
-        counted["workloads"]["gpt2"]["recipes"] = rows
-        for section in (measured_page.cpu(counted), measured_page.gpu(counted)):
+        for section in (measured_page.cpu(of_gpt2(rows)), measured_page.gpu(of_gpt2(rows))):
             assert "ours: adapter: not run: out of memory" in section
-    counted["workloads"]["gpt2"]["recipes"] = {"by-hand": failed}
-    assert "by hand, dynamic loss scaling: not run: out of memory" in recipes_page.steps(counted)
+    page = recipes_page.steps(of_gpt2({"by-hand": failed}))
+    assert "by hand, dynamic loss scaling: not run: out of memory" in page
 
 
 def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time(monkeypatch):
     parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
     counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
     slower = counted | {"model_ms": parts | {"bytes": 17.5}}
-    recipes = {"by-hand": counted, "float32": slower}
-    compiled = {"machine": MACHINE, "workloads": {"gpt2": {"title": "GPT-2", "recipes": recipes}}}
+    compiled = of_gpt2({"by-hand": counted, "float32": slower})
     cells = cells_of(recipes_page.steps(compiled))
     assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
     assert cells["float32, exact products"][-1] == "2.000"
     assert cells["recipe"][-2].startswith("modelled limit, model ms")
 
-    ceilings = {f"{n}_flops_per_second": 1.0 for n in ("float16", "tf32", "float32")}
     measured = {name: {"seconds": 1.0, "ratio": 1.0} for name in ("by-hand", "float32", "tf32")}
-    timed = {
-        "machine": MACHINE,
-        "ceilings": ceilings | {"bytes_per_second": 1.0},
-        "workloads": {"gpt2": {"title": "GPT-2", "recipes": measured}},
-    }
     monkeypatch.setattr(measured_page, "read", lambda _: compiled)
-    cells = cells_of(measured_page.gpu(timed))
+    cells = cells_of(measured_page.gpu(of_gpt2(measured)))
     column = cells["recipe"].index("modelled limit, model ms")
     limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
     assert limits == {
@@ -193,6 +171,16 @@ def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_tim
         "float32, exact products": "25.00",
         "float32, TF32 products": "",  # it runs another program than exact products
     }
+
+
+RATES = ("float16_flops", "tf32_flops", "float32_flops", "bytes")
+CEILINGS = {f"{rate}_per_second": 1.0 for rate in RATES}
+
+
+def of_gpt2(recipes):
+    """Returns results of the recipes of one workload, as a suite writes them."""
+    workloads = {"gpt2": {"title": "GPT-2", "recipes": recipes}}
+    return {"machine": MACHINE, "ceilings": CEILINGS, "workloads": workloads}
 
 
 def cells_of(text):
@@ -374,6 +362,4 @@ def test_what_switches_off_a_rule_of_the_planner_stands_where_it_says(rule):
     with replaced(rule.off):  # an AttributeError names what is not there
         pass
     page = (ROOT / "docs" / "internals.md").read_text().lower()
-    assert f"**{rule.name}" in page, (
-        f"docs/internals.md has no paragraph that begins with {rule.name}"
-    )
+    assert f"**{rule.name}" in page, f"no paragraph of docs/internals.md begins with {rule.name}"

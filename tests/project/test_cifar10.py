@@ -108,11 +108,9 @@ def test_a_training_is_neither_mixed_with_another_nor_overwritten(data, uninterr
 def test_missing_data_is_named_with_the_way_to_get_it(data, tmp_path):
     for name in FILES[1:]:
         (tmp_path / name).write_bytes((data / name).read_bytes())
-    for arguments, came in (
-        ((), "--data-dir is missing"),
-        ((f"--data-dir={tmp_path}",), f"{tmp_path} lacks ['data_batch_1']"),
-    ):
-        error = refusal("cifar10", *arguments)
+    lacking = f"{tmp_path} lacks ['data_batch_1']"
+    for given, came in (([], "--data-dir is missing"), ([f"--data-dir={tmp_path}"], lacking)):
+        error = refusal("cifar10", *given)
         assert came in error and all(name in error for name in FILES)
         assert "https://www.cs.toronto.edu/~kriz/cifar.html" in error
         assert "nothing is downloaded" in error
@@ -133,6 +131,11 @@ def load_data():
         yield module.load_data
 
 
+def images(count, labels=None):
+    content = {b"data": np.zeros((count, 3072), np.uint8), b"labels": labels}
+    return pickle.dumps({key: value for key, value in content.items() if value is not None})
+
+
 class Attack:
     def __reduce__(self):
         return os.mkdir, ("attacked",)
@@ -144,15 +147,12 @@ class Attack:
         (b"<html>404</html>", "cannot be read (UnpicklingError"),
         (b"", "cannot be read (EOFError"),
         (pickle.dumps([1, 2, 3]), "cannot be read (TypeError"),
-        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8)}), "cannot be read (KeyError"),
+        (images(2), "cannot be read (KeyError"),
         (
-            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [0]}),
+            images(2, [0]),
             "holds data uint8[2, 3072] and labels [1]; expected uint8[n, 3072] and n labels",
         ),
-        (
-            pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}),
-            "n labels from 0 to 9",
-        ),
+        (images(1, [10]), "n labels from 0 to 9"),
         (pickle.dumps(Attack()), "which could run code"),
     ],
 )

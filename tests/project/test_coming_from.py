@@ -23,13 +23,10 @@ from tests.loss_scaling.definitions import counting, megatron
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 # Its sections on PyTorch and its libraries, and those on JAX's libraries and Keras.
 TORCH, _, JAX = PAGE.partition("\n## Flax")
-SECTIONS = [
-    pytest.param(section, id=section.splitlines()[0])
-    for section in re.split(r"^## ", PAGE, flags=re.M)[1:]
-]
+SECTIONS = re.split(r"^## ", PAGE, flags=re.M)[1:]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.splitlines()[0])
 def test_a_section_names_what_was_read_for_it_at_a_fixed_state(section):
     text = section.partition("\nRead: ")[2]
     names = re.findall(r"\]\[([\w-]+)\]", text)
@@ -90,24 +87,17 @@ def deepspeed(scale, period, hysteresis, floor):
         yield scale
 
 
-PYTORCH = counting(FINITE, 2.0**16, 2000)
 APEX = counting(FINITE, 2.0**16, 2000, ceiling=2.0**24)
+MMCV = since_the_last_overflow(2.0**32, 1000)
 MEGATRON = megatron(FINITE, 2.0**32, 1000, 2)
 KERAS = counting(FINITE, 2.0**15, 2000)
 KERAS_2 = counting(FINITE, 2.0**15, 2000, floor=1.0)
+OF_MEGATRON = "jmp.HysteresisLossScale(2.0**32, period=1000, hysteresis=2)"
 RULES = {
-    "torch": (TORCH, "jmp.torch_loss_scale()", PYTORCH),
+    "torch": (TORCH, "jmp.torch_loss_scale()", counting(FINITE, 2.0**16, 2000)),
     "Apex": (TORCH, "jmp.apex_loss_scale()", APEX),
-    "FP16_Optimizer and old mmcv": (
-        TORCH,
-        "jmp.DynamicLossScale(2.0**32, period=1000)",
-        since_the_last_overflow(2.0**32, 1000),
-    ),
-    "Megatron-LM": (
-        TORCH,
-        "jmp.HysteresisLossScale(2.0**32, period=1000, hysteresis=2)",
-        MEGATRON,
-    ),
+    "FP16_Optimizer and old mmcv": (TORCH, "jmp.DynamicLossScale(2.0**32, period=1000)", MMCV),
+    "Megatron-LM": (TORCH, OF_MEGATRON, MEGATRON),
     "Keras": (JAX, "jmp.DynamicLossScale(2.0**15, min_loss_scale=0.0)", KERAS),
     "Keras 2": (JAX, "jmp.DynamicLossScale(2.0**15)", KERAS_2),
 }
@@ -130,9 +120,8 @@ def test_mpx_has_a_ceiling():
 
 def test_fastais_scale_is_the_same_if_all_overflows_come_first():
     scale = printed(TORCH, "jmp.fastai_loss_scale()")
-    written_out = printed(
-        TORCH, "jmp.DynamicLossScale(2.0**24, period=500, factor=2.0, min_loss_scale=0.0)"
-    )
+    call = "jmp.DynamicLossScale(2.0**24, period=500, factor=2.0, min_loss_scale=0.0)"
+    written_out = printed(TORCH, call)
     assert jax.tree.structure(scale) == jax.tree.structure(written_out)
     assert scale.loss_scale == written_out.loss_scale
     flags = np.arange(1600) >= 30
@@ -142,9 +131,7 @@ def test_fastais_scale_is_the_same_if_all_overflows_come_first():
 
 
 def test_deepspeed_grows_one_step_later_and_backs_off_at_the_same_steps():
-    ours = scales(
-        printed(TORCH, "jmp.HysteresisLossScale(2.0**16, period=1000, hysteresis=2)"), FINITE
-    )
+    ours = scales(printed(TORCH, "jmp.HysteresisLossScale(2.0**16, period=1000, hysteresis=2)"))
     theirs = np.array(list(deepspeed(2.0**16, 1000, 2, 1.0)))
 
     def steps(scale, sign):
@@ -170,10 +157,8 @@ def test_flax_grows_after_one_step_more_than_its_interval():
 
 
 def test_a_scale_set_by_hand_keeps_the_count_of_steps_as_in_torch():
-    call = (
-        "transforms.set_loss_scale("
-        "opt_state, dataclasses.replace(opt_state.loss_scale, loss_scale=new_scale))"
-    )
+    new = "dataclasses.replace(opt_state.loss_scale, loss_scale=new_scale)"
+    call = f"transforms.set_loss_scale(opt_state, {new})"
     assert f"`{call}`" in TORCH
     tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.torch_loss_scale())
     opt_state = tx.init({"w": jnp.ones(2)})

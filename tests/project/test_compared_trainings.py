@@ -1,6 +1,7 @@
 """The comparisons of small trainings, with small states and with loss scaling, and their files."""
 
 import json
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,8 @@ def test_some_ways_are_trained_anew_and_the_others_are_kept(monkeypatch, tmp_pat
 def test_a_difference_is_marked_where_it_is_large_or_beyond_its_spread():
     reference = np.zeros((5, 30))
     noise = np.linspace(-1, 1, 5)[:, None]
-    marks = lambda curves: tuple(
-        small_states.summary(curves, reference)[mark] for mark in ("large", "beyond_two_spreads")
-    )
+    marks_of = operator.itemgetter("large", "beyond_two_spreads")
+    marks = lambda curves: marks_of(small_states.summary(curves, reference))
     assert marks(reference) == (False, False)
     assert marks(reference + 0.001 * noise) == (False, False)
     assert marks(reference + 0.005 + 0.001 * noise) == (False, True)
@@ -47,10 +47,8 @@ def test_a_difference_is_marked_where_it_is_large_or_beyond_its_spread():
 
 
 def test_each_seed_draws_bits_of_its_own():
-    tx = transforms.with_stochastic_rounding(
-        transforms.with_stored_state(optax.sgd(0.1, momentum=0.9), "bfloat16")
-    )
-    state = tx.init(jnp.ones(2, jnp.bfloat16))
+    inner = transforms.with_stored_state(optax.sgd(0.1, momentum=0.9), "bfloat16")
+    state = transforms.with_stochastic_rounding(inner).init(jnp.ones(2, jnp.bfloat16))
     apart = small_states.counted_apart(state, jnp.int32(3))
     assert apart.count == apart.inner_state.count == 3 * 2**20
     assert jax.tree.structure(apart) == jax.tree.structure(state)

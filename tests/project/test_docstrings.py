@@ -14,16 +14,9 @@ import pytest
 from testbed import ROOT, mistakes
 from tests.project.prose import habits_in
 
-MODULES = [
-    "jmp",
-    "jmp.transforms",
-    "jmp.diagnostics",
-    "jmp.autocasting",
-    "jmp.adapters.linen",
-    "jmp.adapters.nnx",
-    "jmp.adapters.equinox",
-    "jmp.adapters.haiku",
-]
+ADAPTERS = ("linen", "nnx", "equinox", "haiku")
+MODULES = ["jmp", "jmp.transforms", "jmp.diagnostics", "jmp.autocasting"]
+MODULES += [f"jmp.adapters.{name}" for name in ADAPTERS]
 REFERENCE = ROOT / "docs" / "reference"
 
 
@@ -122,9 +115,8 @@ def errors_in_source(function, depth=1):
     errors = set()
     for tree in statements(function):
         errors.update(raised_in(tree))
-        for call in (
-            (node for node in ast.walk(tree) if isinstance(node, ast.Call)) if depth else ()
-        ):
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if depth else []
+        for call in calls:
             called = resolved(call.func, module)
             if inspect.isfunction(called) and called.__module__.startswith("jmp"):
                 errors |= errors_in_source(called, depth - 1)
@@ -159,9 +151,7 @@ def function_called(node, own):
     return None
 
 
-ADDRESSES = {
-    id(getattr(name.values[0], "__func__", name.values[0])): name.id for name in NAMES + MEMBERS
-}
+ADDRESSES = {id(getattr(p.values[0], "__func__", p.values[0])): p.id for p in NAMES + MEMBERS}
 
 
 @functools.cache
@@ -182,7 +172,7 @@ def test_a_docstring_names_every_error_that_is_raised(value, request):
     assert not {error for error in errors if error not in section}, "no Raises section names it"
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx", "equinox", "haiku"])
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_a_star_import_of_an_adapter_gives_the_names_of_its_reference_page(name):
     found = {}
     exec(f"from jmp.adapters.{name} import *", found)
@@ -212,13 +202,10 @@ def prose_in(path):
         yield "".join(parts)
     inside = {id(part) for node in formatted for part in node.values}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in inside
-        ):
-            text = re.sub(r"^ *(>>>|\.\.\.).*$", "", node.value, flags=re.MULTILINE)
-            yield from (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in inside:
+                text = re.sub(r"^ *(>>>|\.\.\.).*$", "", text, flags=re.MULTILINE)
+                yield from (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
     comments = re.findall(r"^ *# .*(?:\n *# .*)*|  # .*", source, re.MULTILINE)
     yield from (re.sub(r"\s*# ", " ", comment).strip() for comment in comments)
 

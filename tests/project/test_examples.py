@@ -22,14 +22,7 @@ from jmp import transforms
 from jmp.adapters import nnx as mixed
 from testbed import ROOT
 from tests.commands import in_full
-from tests.project.running import (
-    GALLERY,
-    TINY,
-    completed,
-    imported_example,
-    refusal,
-    run_example_alone,
-)
+from tests.project.running import GALLERY, TINY, completed, imported_example, refusal, run_alone
 
 matplotlib.use("Agg")
 
@@ -47,12 +40,9 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
     if name == "digits":
         assert "mixed bfloat16, seed 1 of 2, step 1 of" in printed
         assert set(report["precisions"]) >= {"float32", "naive float16", "mixed float16"}
-        result = report["precisions"]["mixed float16"]
-        assert len(result["test_accuracy"]) == 2
-        assert (
-            result["parameter_bytes"]
-            == 2 * report["precisions"]["naive float16"]["parameter_bytes"]
-        )
+        half, naive = (report["precisions"][f"{kind} float16"] for kind in ("mixed", "naive"))
+        assert len(half["test_accuracy"]) == 2
+        assert half["parameter_bytes"] == 2 * naive["parameter_bytes"]
     elif name == "log_metrics":
         header, *lines = (tmp_path / "log_metrics.csv").read_text().splitlines()
         assert header.startswith("step,loss,loss_scale,grads_finite,skipped_steps")
@@ -77,11 +67,8 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
         assert len(report["runs"]) == 3
         for run in report["runs"].values():
             assert [len(losses) for losses in run["losses"]] == [3, 3]  # a curve a seed
-        lost, kept = (
-            np.mean(report["runs"][f"float16 {way} loss scaling"]["zero_gradients"])
-            for way in ("without", "with")
-        )
-        assert lost > 2 * kept
+        lost, kept = (report["runs"][f"float16 {way} loss scaling"] for way in ("without", "with"))
+        assert np.mean(lost["zero_gradients"]) > 2 * np.mean(kept["zero_gradients"])
     elif name == "char_lm":
         assert set(report["runs"]) == {"float32", "float16", "bfloat16"}
         for run in report["runs"].values():
@@ -98,7 +85,7 @@ def test_an_example_writes_where_git_looks_away_unless_it_is_told(tmp_path, monk
 
 @pytest.mark.full
 def test_the_quickstart_trains_alike_before_and_after():
-    finished = run_example_alone("quickstart")
+    finished = run_alone("quickstart")
     assert finished.returncode == 0, finished.stderr
     before, after = (float(part.split()[0]) for part in finished.stdout.split("loss ")[1:])
     assert after == pytest.approx(before, rel=0.1)
@@ -316,9 +303,8 @@ def test_a_picture_of_ranges_adds_up_the_rows_that_count_and_hides_no_line():
     halves = [range_row("activation gradient", "float16", -20, [1, 1], zeros=2)] * 2
     full = range_row("activation gradient", "float32", 100, [9])  # it loses nothing
     first, second = [gradient, full], [gradient, *halves, full]
-    figure = example("inspect_ranges").plot(
-        {"programs": {"one": {"rows": first}, "two": {"rows": second}}}
-    )
+    ranges = {"one": {"rows": first}, "two": {"rows": second}}
+    figure = example("inspect_ranges").plot({"programs": ranges})
     one, two = figure.axes
     # Shared axes show the numbers of both, and float16's limits.
     assert one.get_xlim() == two.get_xlim()
@@ -327,10 +313,8 @@ def test_a_picture_of_ranges_adds_up_the_rows_that_count_and_hides_no_line():
     assert list(line.edges) == [-150, -149, -148, -147]
     assert list(line.values) == [0.5, 0, 0.25]
     assert list(other.edges) == [-20, -19, -18] and list(other.values) == [0.25, 0.25]
-    assert words_of(two) == [
-        "gradients, float32: 25 % zero",
-        "activation gradients, float16: 50 % zero",
-    ]
+    lost = ["gradients, float32: 25 % zero", "activation gradients, float16: 50 % zero"]
+    assert words_of(two) == lost
     shaded = sorted(two.texts, key=lambda text: text.get_position())
     assert [text.get_text().strip() for text in shaded] == [
         "zero", "subnormal", "normal in float16", "infinite",

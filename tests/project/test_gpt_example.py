@@ -16,13 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jmp import diagnostics, transforms
 from testbed.example_data import write_text
 from testbed.machines.wire import wire
-from tests.project.running import (
-    assert_saved_alike,
-    completed,
-    imported_example,
-    refusal,
-    saved,
-)
+from tests.project.running import assert_saved_alike, completed, imported_example, refusal, saved
 
 pytestmark = pytest.mark.full
 
@@ -64,9 +58,8 @@ def test_it_writes_its_table_its_sample_its_numbers_and_its_picture(finished):
     history = report["history"]
     assert len(history["loss"]) == len(history["loss_scale"]) == len(history["skipped"]) == 6
     assert [step for step, _ in history["validation"]] == [3, 6]
-    assert report["text_bytes"]["validation"] == pytest.approx(
-        0.1 * sum(report["text_bytes"].values()), abs=1
-    )
+    sizes = report["text_bytes"]
+    assert sizes["validation"] == pytest.approx(0.1 * sum(sizes.values()), abs=1)
     assert (folder / "gpt.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -121,10 +114,7 @@ MISTAKES = [
     (["--devices=9"], ["process 0 has 8; expected as many or fewer"]),
     ([*THREE, "--process-id=3"], ["expected one of 0 to 2"]),
     ([*THREE], ["but no --process-id; expected such as --processes 3"]),
-    (
-        ["--processes=3", "--process-id=1"],
-        ["but no --coordinator", "--coordinator localhost:9876"],
-    ),
+    (["--processes=3", "--process-id=1"], ["but no --coordinator", "--coordinator localhost:9876"]),
     (["--process-id=1"], ["but no --processes"]),
     (
         [*THREE, "--process-id=1", "--coordinator=9876"],
@@ -216,9 +206,8 @@ def test_every_product_forward_and_backward_is_half(programs):
 def test_in_float8_are_the_products_of_blocks_if_they_are_large_and_else_none(gpt):
     def share(*options):
         arguments = gpt.argument_parser().parse_args([*TINY, "--precision=float8", *options])
-        return (
-            gpt.make_programs(arguments, gpt.start_devices(arguments)).report().float8_flops_share
-        )
+        made = gpt.make_programs(arguments, gpt.start_devices(arguments))
+        return made.report().float8_flops_share
 
     assert share() == 0
     # In units of the width squared: 12 of the block, 1 / 2 of attention and 1 of the head.
@@ -265,14 +254,12 @@ def test_under_fsdp_weights_travel_and_activations_stay(gpt):
     shapes = jax.eval_shape(made.create)
     placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     state = jax.tree.map(placed, shapes, made.places)
-    rows = NamedSharding(mesh, P("data"))
-    batch = jax.ShapeDtypeStruct((64, 65), jnp.int32, sharding=rows)
+    batch = jax.ShapeDtypeStruct((64, 65), jnp.int32, sharding=NamedSharding(mesh, P("data")))
     sent = wire(made.train.lower(state, batch).compile().as_text())
     assert not [array for array in sent if array.kind == "all-to-all"]
     # On a CPU: gathered once, and all-reduced. Were activations to travel, it would be 15.
-    assert sum(array.bytes for array in sent) < 3 * sum(
-        4 * leaf.size for leaf in jax.tree.leaves(shapes.params)
-    )
+    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(shapes.params))
+    assert sum(array.bytes for array in sent) < 3 * weights
 
 
 def test_a_checkpoint_of_eight_devices_goes_on_on_four_and_on_one(programs, text, tmp_path):

@@ -13,29 +13,29 @@ from jmp.autocasting import all_rules
 
 PACKAGE = pathlib.Path(jmp.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
-LAYERS = {
-    "_jax_compat": 0,
-    "_lazy": 0,
-    "_messages": 0,
-    "dtypes": 1,
-    "trees": 2,
-    "_array_calls": 3,
-    "policy": 3,
-    "rules": 3,
-    "sharding": 3,
-    "autocasting": 4,
-    "loss_scaling": 5,
-    "transforms": 6,
-    "adapters": 7,
-    "diagnostics": 8,
-    "__main__": 9,
-}
+IN_LAYERS = """
+    _jax_compat _lazy _messages
+    dtypes
+    trees
+    _array_calls policy rules sharding
+    autocasting
+    loss_scaling
+    transforms
+    adapters
+    diagnostics
+    __main__
+"""
+LAYERS = {name: i for i, line in enumerate(IN_LAYERS.splitlines()) for name in line.split()}
 
 
 def part_of(path):
     """The file or folder of the package that `path` belongs to, such as "transforms"."""
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
+
+
+def of_each_file(paths):
+    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
 def imported_modules(path):
@@ -47,7 +47,7 @@ def imported_modules(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each_file(FILES)
 def test_a_file_imports_only_from_lower_layers_or_its_own_folder(path):
     own = part_of(path)
     for module in imported_modules(path):
@@ -88,11 +88,8 @@ def lines_of_code(path):
         match getattr(node, "body", None):
             case [ast.Expr(value=ast.Constant(value=str())) as docstring, *_]:
                 left_out.update(range(docstring.lineno, docstring.end_lineno + 1))
-    return sum(
-        1
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip() and not line.strip().startswith("#") and number not in left_out
-    )
+    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1)}
+    return sum(n not in left_out for n, line in lines.items() if line and line[0] != "#")
 
 
 ROOT = PACKAGE.parent
@@ -119,7 +116,7 @@ def test_no_test_module_imports_another():
         assert not [name for name in imported if ".test_" in name], path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each_file(FILES)
 def test_a_file_can_be_read_whole(path):
     assert lines_of_code(path) <= 350
 
@@ -192,10 +189,6 @@ def test_the_front_door_is_sorted_and_complete():
         if not name.startswith("__")
     }
     assert classes_and_functions == set(jmp.__all__)
-
-
-def test_the_package_is_typed():
-    assert (PACKAGE / "py.typed").exists()
 
 
 def run_python(code):
@@ -277,7 +270,7 @@ def messages_of(tree):
             yield node
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each_file(FILES)
 def test_a_message_holds_no_representation_but_a_description(path):
     """The representation of what a user gave may be megabytes long: `jmp._messages.described`."""
     for message in messages_of(ast.parse(path.read_text())):
@@ -289,7 +282,7 @@ def test_a_message_holds_no_representation_but_a_description(path):
 PLANNER = [path for path in FILES if part_of(path) == "autocasting"]
 
 
-@pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each_file(PLANNER)
 def test_nothing_is_written_on_a_value_or_a_node_after_its_graph_is_made(path):
     makes_graphs = path.name in ("_flatten.py", "_scaled_products.py")
     if makes_graphs or path.name == "_program.py":  # the cache of plans
@@ -307,11 +300,7 @@ def test_nothing_is_written_on_a_value_or_a_node_after_its_graph_is_made(path):
                 assert is_allowed, f"{path}:{node.lineno} writes .{node.attr}"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if part_of(path) in ("autocasting", "diagnostics")],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
+@of_each_file([path for path in FILES if part_of(path) in ("autocasting", "diagnostics")])
 def test_sets_of_primitives_come_from_the_op_table(path):
     if path.name == "rules.py":
         return

@@ -54,9 +54,8 @@ def test_pages_name_the_versions_that_the_package_supports():
     lowest, above = jax_versions[0], f"0.{int(jax_versions[-1].partition('.')[2]) + 1}"
     assert f"jax>={lowest},<{above}" in PROJECT["dependencies"]
     for page in ("README.md", "docs/start.md"):
-        said = re.search(
-            r"Python (\S+) to (\S+?),? (?:and )?JAX (\S+) to (\d\.\d+)", (ROOT / page).read_text()
-        )
+        sentence = r"Python (\S+) to (\S+?),? (?:and )?JAX (\S+) to (\d\.\d+)"
+        said = re.search(sentence, (ROOT / page).read_text())
         assert said.groups() == (pythons[0], pythons[-1], jax_versions[0], jax_versions[-1]), page
 
 
@@ -89,14 +88,14 @@ def test_the_copy_for_a_release_has_no_relative_link_and_names_its_address(tmp_p
 # The table of docs/comparison.md
 
 
-COMPARISON = ROOT / "docs" / "comparison.md"
+COMPARISON = (ROOT / "docs" / "comparison.md").read_text()
 KNOWN = ("not found", "not its task")
 
 
 def cells():
     """Yields library, feature and cell of every table with a feature in each column."""
     features = []
-    for line in COMPARISON.read_text().splitlines():
+    for line in COMPARISON.splitlines():
         if not line.startswith("|"):
             features = []
         elif not features:
@@ -115,17 +114,15 @@ def test_a_cell_of_the_comparison_has_a_source_or_says_that_none_was_found(libra
     sources = re.findall(r"\]\[([\w-]+)\]", cell)
     pages = re.findall(r"\]\(([\w.-]+)\)", cell)
     assert cell in KNOWN or sources or pages or "*tried*" in cell
-    text = COMPARISON.read_text()
     for source in sources:
-        assert re.search(rf"^\[{source}\]: https://\S+$", text, re.M), source
+        assert re.search(rf"^\[{source}\]: https://\S+$", COMPARISON, re.M), source
     for page in pages:
-        assert library == "**jmp**" and (COMPARISON.parent / page).exists()
+        assert library == "**jmp**" and (ROOT / "docs" / page).exists()
 
 
 def test_the_comparison_has_every_library_in_every_table_and_uses_every_source():
     libraries = [param.values[0] for param in CELLS]
     assert len(set(libraries)) == 11
     assert len({libraries.count(library) for library in libraries}) == 1
-    text = COMPARISON.read_text()
-    for source in re.findall(r"^\[([\w-]+)\]: ", text, re.M):
-        assert f"][{source}]" in text, f"nothing links to {source}"
+    for source in re.findall(r"^\[([\w-]+)\]: ", COMPARISON, re.M):
+        assert f"][{source}]" in COMPARISON, f"nothing links to {source}"

@@ -50,9 +50,7 @@ def test_a_table_is_indented_as_its_mark():
 
 
 def test_every_file_of_figures_is_there_and_named_with_its_command():
-    assert all(
-        (ROOT / source.file).exists() and source.command for source in registry.SOURCES.values()
-    )
+    assert all((ROOT / row.file).exists() and row.command for row in registry.SOURCES.values())
     for name in registry.FIGURES:
         assert pages.value(name).strip()
     counted = pages.read("programs")["workloads"]
@@ -97,10 +95,9 @@ def test_a_figure_is_drawn_twice_alike_and_says_its_source(tmp_path):
 
 # Tables whose figures other tests compare with their files, or that are whole pages or parts of
 # pages that a program writes and a test compares.
-ELSEWHERE = {
-    "mistakes.md": "docs.mistakes",
-    "claims.md": "test_soak.py",
-}
+ELSEWHERE = {"mistakes.md": "docs.mistakes", "claims.md": "test_soak.py"}
+MARKED = [page for page in pages.PAGES if page.name not in ELSEWHERE]
+every_marked_page = pytest.mark.parametrize("page", MARKED, ids=lambda page: page.name)
 MEASURED = re.compile(r"[+-]?\d[\d,]*(\.\d+)?( (%|[kMG]?B|ms|s))?( ± \d+(\.\d+)?( %)?)?")
 
 
@@ -113,11 +110,7 @@ def unmarked_tables(text):
     return [row for row in cells if sum(bool(MEASURED.fullmatch(cell)) for cell in row) > 1]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [p for p in pages.PAGES if p.name not in ELSEWHERE],
-    ids=lambda page: page.name,
-)
+@every_marked_page
 def test_a_table_of_figures_comes_from_a_file(page):
     found = unmarked_tables(page.read_text())
     assert not found, "put marks around the table: see benchmarks/pages.py"
@@ -167,11 +160,7 @@ def quantities(text):
     return [found[0] for found in QUANTITY.finditer(VERSION.sub("", text))]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in pages.PAGES if page.name not in ELSEWHERE.keys()],
-    ids=lambda page: page.name,
-)
+@every_marked_page
 def test_a_measurement_in_a_sentence_comes_from_a_file(page):
     found = quantities(page.read_text())
     assert sorted(set(found)) == sorted(NOT_MEASURED.get(str(page.relative_to(ROOT)), [])), (
@@ -203,10 +192,8 @@ HABITS = {
     "a subject that is a clause": r"(^|[.:;] )(What|Whatever) \w[^?]*([.:;]|$)",
     "where, for if": r"(^|[.:;] )Where \w[^?]*([.:;]|$)",
 }
-FOR_CONTRIBUTORS = {"internals.md"}
-OF_USERS = [
-    page for page in pages.PAGES if page.name not in FOR_CONTRIBUTORS and page.name != "mistakes.md"
-]
+# One page is for contributors, the other has texts of errors.
+OF_USERS = [page for page in pages.PAGES if page.name not in ("internals.md", "mistakes.md")]
 
 
 def paragraphs(text):

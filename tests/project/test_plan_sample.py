@@ -22,9 +22,8 @@ COUNT = 2
 
 @pytest.fixture
 def quick_sources(monkeypatch):
-    monkeypatch.setattr(
-        _plan_sources, "SOURCES", {name: _plan_sources.SOURCES[name] for name in QUICK}
-    )
+    chosen = {name: _plan_sources.SOURCES[name] for name in QUICK}
+    monkeypatch.setattr(_plan_sources, "SOURCES", chosen)
 
 
 def written(path):
@@ -52,9 +51,7 @@ def test_the_same_programs_are_equal_and_another_decision_is_found(
     assert not is_equal and "is in the first file alone" in told
 
     autocast = jmp.autocast
-    otherwise = lambda fun, policy, **options: autocast(
-        fun, policy, **{**options, "full": ["dot_general"]}
-    )
+    otherwise = lambda *args, **options: autocast(*args, **options | {"full": ["dot_general"]})
     monkeypatch.setattr(jmp, "autocast", otherwise)
     is_equal, told = compared(first, written(tmp_path / "otherwise.gz"))
     assert not is_equal

@@ -117,12 +117,7 @@ def test_gradients_are_those_of_one_device(layout):
 
 def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
     mesh = make_mesh({"data": 4, "model": 2})
-    specs = {
-        "first": P("data", "model"),
-        "bias": P("model"),
-        "second": P(("model", "data")),
-        "scale": P(),
-    }
+    specs = FSDP | {"first": P("data", "model"), "bias": P("model"), "second": P(("model", "data"))}
 
     def loss(params, x):
         params = jmp.gather_params(params, "data", "f32")
@@ -158,9 +153,8 @@ def partials_on(way, partials, reduce_dtype):
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
 
     def loss(w, x):
-        product = x @ jmp.gather_params(
-            w, P() if way == "explicit" else "data", "f16", reduce_dtype
-        )
+        by = P() if way == "explicit" else "data"
+        product = x @ jmp.gather_params(w, by, "f16", reduce_dtype)
         return jnp.sum(product.astype(jnp.float32))
 
     if way == "explicit":

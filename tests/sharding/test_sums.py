@@ -273,14 +273,9 @@ def test_an_overflow_of_one_device_skips_the_step_on_all(bad):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_accumulated_gradients_are_exchanged_once_a_window(weighted, check_vma):
     """In the range of a micro-batch's gradient: 30,000 in each of 16 turns is no overflow."""
-    grad_fn = jmp.accumulated_value_and_grad(
-        lambda w, x: jnp.sum(w["w"] * x[0]) + w["b"] * jnp.sum(x),
-        jmp.StaticLossScale(1.0),
-        16,
-        weight=(lambda x: jnp.float32(1)) if weighted else None,
-        reduce_axes="data",
-        send_dtype="float16",
-    )
+    fun = lambda w, x: jnp.sum(w["w"] * x[0]) + w["b"] * jnp.sum(x)
+    weight = (lambda x: jnp.float32(1)) if weighted else None
+    grad_fn = accumulating(16, fun=fun, weight=weight)
     options = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
     mapped = jax.shard_map(grad_fn, mesh=make_mesh(DATA), **options)
     random = np.random.default_rng(0)
@@ -295,17 +290,15 @@ def test_accumulated_gradients_are_exchanged_once_a_window(weighted, check_vma):
     assert text.index(" scan[") < text.index("all_to_all[")
 
 
-def accumulated(steps, x, axes="data", **options):
+def accumulating(steps, axes="data", fun=lambda w, x: jnp.sum(w * x[0]), **options):
+    options |= {"reduce_axes": axes, "send_dtype": "float16"}
+    return jmp.accumulated_value_and_grad(fun, jmp.StaticLossScale(1.0), steps, **options)
+
+
+def accumulated(steps, x, **options):
     """Returns the mean of what devices have, as the gradient of a sum."""
-    grad_fn = jmp.accumulated_value_and_grad(
-        lambda w, x: jnp.sum(w * x[0]),
-        jmp.StaticLossScale(1.0),
-        steps,
-        reduce_axes=axes,
-        send_dtype="float16",
-        **options,
-    )
-    mapped = jax.shard_map(grad_fn, mesh=make_mesh(DATA), in_specs=(P(), P("data")), out_specs=P())
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    mapped = jax.shard_map(accumulating(steps, **options), mesh=make_mesh(DATA), **specs)
     return np.asarray(jax.jit(mapped)(jnp.zeros(x.shape[1:]), jnp.asarray(x, jnp.float32))[1])
 
 
@@ -325,13 +318,8 @@ def test_what_a_device_sends_is_no_larger_than_a_gradient_of_a_micro_batch():
 def test_over_an_axis_of_vmap_nothing_is_sent():
     parts = np.random.default_rng(0).normal(size=(8, 2, 4)).astype(np.float32)
 
-    def loss(w, x):
-        return jnp.sum(w * x[0])
-
     def total(w, x):
-        grad_fn = jmp.accumulated_value_and_grad(
-            loss, jmp.StaticLossScale(1.0), 1, reduce_axes=("data", "v"), send_dtype="float16"
-        )
+        grad_fn = accumulating(1, ("data", "v"))
         own = lambda x: grad_fn(w, x[None])[1]
         return jax.vmap(own, axis_name="v")(x[0])[0]
 
@@ -345,9 +333,8 @@ def test_over_an_axis_of_vmap_nothing_is_sent():
 
 def test_a_sum_that_does_not_hold_what_is_sent_is_refused():
     for sent, added in [("float32", "float16"), ("float16", "bfloat16"), ("float64", "float32")]:
-        gradients, *arguments = gradients_of(
-            [(8, 2)], P("data"), reduce_dtype=added, send_dtype=sent
-        )
+        dtypes = {"reduce_dtype": added, "send_dtype": sent}
+        gradients, *arguments = gradients_of([(8, 2)], P("data"), **dtypes)
         with pytest.raises(ValueError, match=f"send_dtype='{sent}'; .* reduce_dtype={added} holds"):
             jax.eval_shape(gradients, *arguments)
 

@@ -80,8 +80,6 @@ def parameters():
 
 
 def gradients(step):
-    keys = jax.random.split(jax.random.fold_in(KEY, step))
-    return {
-        "kernel": jax.random.normal(keys[0], (3, 4), jnp.float32),
-        "bias": 1e-3 * jax.random.normal(keys[1], (4,), jnp.float32),
-    }
+    first, second = jax.random.split(jax.random.fold_in(KEY, step))
+    kernel = jax.random.normal(first, (3, 4), jnp.float32)
+    return {"kernel": kernel, "bias": 1e-3 * jax.random.normal(second, (4,), jnp.float32)}

@@ -64,4 +64,5 @@ MOVING_TAIL = {
     "a part of a chain": optax.chain(scaled(), optax.chain(optax.identity(), optax.trace(0.9))),
     "named_chain": optax.named_chain(("z", scaled()), ("a", optax.trace(0.9))),
 }
+REFUSED = (BEFORE, INSIDE, MASKED, AFTER_MASTERS, AROUND_MASTERS, MOVING_TAIL)
 STILL_TAIL = optax.chain(scaled(), optax.add_decayed_weights(0.1), optax.scale(1.0))

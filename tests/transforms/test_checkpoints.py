@@ -22,6 +22,8 @@ from tests.commands import in_full
 
 PARAMS = {"w": jnp.arange(4.0)}
 DYNAMIC = jmp.DynamicLossScale(8.0, min_loss_scale=2.0, max_loss_scale=2.0**20)
+ADAM = optax.adam(0.1)
+SCALED = transforms.with_loss_scale(ADAM, DYNAMIC)
 # DeepMind's jmp 0.0.4 wrote it: pickle.dumps of {"params": {"w": array([0, 1, 2])}, "loss_scale":
 # DynamicLossScale(2**15, period=3) after the flags 1, 0, 1, 1, "static": StaticLossScale(512),
 # "none": NoOpLossScale(), "policy": get_policy("p=f32,c=f16,o=f32")}, taken off the device.
@@ -116,9 +118,8 @@ def test_what_deepminds_jmp_pickled_is_read_by_the_printed_unpickler():
     assert found["policy"] == jmp.get_policy("p=f32,c=f16,o=f32")
     expected = jmp.DynamicLossScale(2.0**14, 2, 3, 2, 1.0)
     assert jax.tree.structure(found["loss_scale"]) == jax.tree.structure(expected)
-    assert bits(jax.jit(lambda s: s.adjust(True))(found["loss_scale"])) == bits(
-        expected.adjust(True)
-    )
+    adjusted = jax.jit(lambda scale: scale.adjust(True))(found["loss_scale"])
+    assert bits(adjusted) == bits(expected.adjust(True))
 
 
 def restored(scale, saved):
@@ -196,13 +197,10 @@ class WithKey(linen.TrainState):
 @pytest.mark.parametrize(
     ("saved", "fresh"),
     [
-        (optax.adam(0.1), transforms.with_loss_scale(optax.adam(0.1), DYNAMIC)),
-        (transforms.with_loss_scale(optax.adam(0.1), DYNAMIC), optax.adam(0.1)),
-        (
-            transforms.with_loss_scale(optax.adam(0.1), DYNAMIC),
-            transforms.with_loss_scale(optax.adam(0.1), jmp.HysteresisLossScale(8.0)),
-        ),
-        (optax.adam(0.1), transforms.with_master_params(optax.adam(0.1))),
+        (ADAM, SCALED),
+        (SCALED, ADAM),
+        (SCALED, transforms.with_loss_scale(ADAM, jmp.HysteresisLossScale(8.0))),
+        (ADAM, transforms.with_master_params(ADAM)),
     ],
     ids=["no scale", "a scale", "another scale", "no masters"],
 )
@@ -213,17 +211,13 @@ def test_a_state_of_another_optimizer_is_refused_with_the_way_to_change_it(saved
     with pytest.raises(ValueError, match=f"than this {cls.__name__}'s") as refused:
         serialization.from_bytes(in_state(fresh, cls, params), content)
     message = str(refused.value)
-    for way in (
-        "Restore into a state of the optimizer that saved it",
-        "set_loss_scale",
-        "reset",
-    ):
+    for way in ("into a state of the optimizer that saved it", "set_loss_scale", "reset"):
         assert way in message
     assert len(message) < 1500
 
 
 def test_a_value_that_is_refused_is_not_taken_for_another_optimizer():
-    state = in_state(transforms.with_loss_scale(optax.adam(0.1), DYNAMIC))
+    state = in_state(SCALED)
     saved = serialization.to_state_dict(state)
     saved["opt_state"]["loss_scale"]["loss_scale"] = np.float32(np.nan)
     with pytest.raises(ValueError, match="^A checkpoint holds a DynamicLossScale that cannot"):
@@ -231,18 +225,16 @@ def test_a_value_that_is_refused_is_not_taken_for_another_optimizer():
 
 
 def test_flaxs_train_state_restores_into_ours_and_other_fields_are_named():
-    theirs = in_state(optax.adam(0.1), train_state.TrainState).replace(step=7)
-    found = serialization.from_bytes(in_state(optax.adam(0.1)), serialization.to_bytes(theirs))
+    theirs = in_state(ADAM, train_state.TrainState).replace(step=7)
+    found = serialization.from_bytes(in_state(ADAM), serialization.to_bytes(theirs))
     assert found.step == 7 and found.batch_stats is None
     assert bits((found.params, found.opt_state)) == bits((theirs.params, theirs.opt_state))
-    ours = in_state(optax.adam(0.1)).replace(batch_stats={"mean": jnp.ones(2)})
+    ours = in_state(ADAM).replace(batch_stats={"mean": jnp.ones(2)})
     with pytest.raises(ValueError, match="expected .*'batch_stats'.*docs/checkpoints.md"):
         serialization.from_bytes(ours, serialization.to_bytes(theirs))
 
 
 def test_a_subclass_of_ours_saves_and_restores_its_own_fields():
-    state = in_state(optax.adam(0.1), WithKey).replace(key=jnp.uint32([1, 2]))
-    found = serialization.from_bytes(
-        in_state(optax.adam(0.1), WithKey), serialization.to_bytes(state)
-    )
+    state = in_state(ADAM, WithKey).replace(key=jnp.uint32([1, 2]))
+    found = serialization.from_bytes(in_state(ADAM, WithKey), serialization.to_bytes(state))
     assert found.key.tolist() == [1, 2]

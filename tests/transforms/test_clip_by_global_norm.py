@@ -97,13 +97,9 @@ def test_without_mapped_axes_it_is_optaxs(mesh):
 
 
 def test_inside_loss_scaling_true_gradients_are_clipped_on_all_shards(mesh):
-    tx = transforms.with_loss_scale(
-        optax.chain(transforms.clip_by_global_norm(1.0), optax.sgd(1.0)), jmp.StaticLossScale(8)
-    )
-
-    def update(scaled):
-        return tx.update(scaled, tx.init(scaled))[0]
-
+    clipped = optax.chain(transforms.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = transforms.with_loss_scale(clipped, jmp.StaticLossScale(8))
+    update = functools.partial(clipped_by, tx)
     mapped = jax.shard_map(update, mesh=mesh, in_specs=(SPECS,), out_specs=SPECS)
     updates = jax.jit(mapped)(jax.tree.map(lambda g: 8 * g, gradients()))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients().values()))

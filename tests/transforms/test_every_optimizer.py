@@ -30,10 +30,8 @@ def run(tx, params, steps, scale=1.0):
         if step is None:
             grads["bias"] = grads["bias"].at[1].set(jnp.inf)
         before = params, getattr(state, "inner_state", None)
-        value = squared_distance(params)
-        updates, state = tx.update(
-            grads, state, params, value=value, grad=grads, value_fn=squared_distance
-        )
+        more = {"value": squared_distance(params), "grad": grads, "value_fn": squared_distance}
+        updates, state = tx.update(grads, state, params, **more)
         params = optax.apply_updates(params, updates)
         if step is None:
             assert bits((params, state.inner_state)) == bits(before)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import jmp
 from jmp import transforms
@@ -16,11 +15,8 @@ from jmp.transforms._few_kernels import SMALL_LEAF, gradients_finite
 
 AUTO = jax.sharding.AxisType.Auto
 # Small and large, alike and unlike, more of each than one group holds; no elements; a scalar.
-SHAPES = (
-    [(3,)] * 40
-    + [(SMALL_LEAF, 2)] * 9
-    + [(SMALL_LEAF - 1,), (2, SMALL_LEAF), (0, 4), (), (SMALL_LEAF,)]
-)
+SHAPES = [*[(3,)] * 40, *[(SMALL_LEAF, 2)] * 9]
+SHAPES += [(SMALL_LEAF - 1,), (2, SMALL_LEAF), (0, 4), (), (SMALL_LEAF,)]
 
 
 def on_one_device(tree):
@@ -96,9 +92,8 @@ def make():
 def sharded_gradients(mesh):
     # Alike in shape, and sharded along different axes: as a column's and a row's parallel weights.
     specs = [P("x", "y"), P("y", "x"), P(None, "x"), P("x")] * 4
-    return [
-        jax.device_put(jnp.ones((256, 256)), NamedSharding(mesh, spec)) for spec in specs
-    ], specs
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    return jax.device_put([jnp.ones((256, 256))] * len(places), places), places
 
 
 def test_sharded_gradients_are_never_gathered(mesh):
@@ -111,9 +106,8 @@ def test_sharded_gradients_are_never_gathered(mesh):
 
 def test_gradients_sharded_by_jit_itself_are_never_gathered(mesh):
     # Their types name no mesh: that there are eight devices has to be enough.
-    gradients, specs = sharded_gradients(mesh)
+    gradients, shardings = sharded_gradients(mesh)
     tx, state = make()
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
     step = jax.jit(tx.update, in_shardings=(shardings, None))
     text = step.lower([np.ones(g.shape, np.float32) for g in gradients], state).compile().as_text()
     assert "all-gather" not in text and "all-to-all" not in text
@@ -124,13 +118,8 @@ def test_inside_shard_map_each_device_checks_its_own_part_in_groups(mesh):
     tx, state = make()
 
     def mapped(axis_names):
-        return jax.shard_map(
-            tx.update,
-            mesh=mesh,
-            in_specs=(P("x"), P()),
-            out_specs=(P("x"), P()),
-            axis_names=axis_names,
-        )
+        options = {"in_specs": (P("x"), P()), "out_specs": (P("x"), P())}
+        return jax.shard_map(tx.update, mesh=mesh, axis_names=axis_names, **options)
 
     everywhere = mapped({"x", "y"})
     assert reductions(everywhere, gradients, state) < len(gradients)

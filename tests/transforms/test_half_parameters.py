@@ -1,5 +1,7 @@
 """Half parameters under a policy whose parameters are float32: refused, with the ways out."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jmp.adapters import nnx as jmp_nnx
 from tests.bits import bits
 
 F32_POLICIES = ["mixed_bfloat16", "mixed_float16", "float32", "O1", "mixed_float8"]
+HALF_POLICY = "p=bf16,c=bf16,o=f32"
 SENTENCE = (
     r"params.* of dtype (bfloat16|float16).*without masters.*cast_to_param\(params\) or "
     r"jmp\.cast_to_full\(params\); or.*a policy with half parameters, 'p=b?f16,"
@@ -31,12 +34,9 @@ def make(policy="mixed_bfloat16", inner=None):
 def test_a_thousand_updates_that_a_half_one_would_lose_are_refused_before_the_first(policy, dtype):
     params = jnp.ones(2, dtype)
     tx = make(policy)
-    with refused:
-        tx.init(params)
-    with refused:
-        jax.eval_shape(tx.init, params)
-    with refused:
-        jax.jit(tx.init)(params)
+    for init in (tx.init, functools.partial(jax.eval_shape, tx.init), jax.jit(tx.init)):
+        with refused:
+            init(params)
     with refused:
         tx.init(jax.ShapeDtypeStruct((2,), dtype))
     with refused:  # loaded after `init`
@@ -78,12 +78,8 @@ class Model(nn.Module):
 VARIABLES = jax.jit(Model().init)(jax.random.key(0), jnp.ones((1, 2)))
 BY_RULE = {
     "norms in float32": ("O2", None, "O2"),
-    "embeddings in half": (
-        "mixed_bfloat16",
-        [("body", "p=bf16,c=bf16,o=f32")],
-        "p=bf16,c=bf16,o=f32",
-    ),
-    "a head in float32": ("p=bf16,c=bf16,o=f32", [("head", "float32")], "p=bf16,c=bf16,o=f32"),
+    "embeddings in half": ("mixed_bfloat16", [("body", HALF_POLICY)], HALF_POLICY),
+    "a head in float32": (HALF_POLICY, [("head", "float32")], HALF_POLICY),
 }
 
 
@@ -135,8 +131,7 @@ def test_under_loss_scaling_a_frozen_half_backbone_stays_as_it_is_and_what_is_fl
     tx = transforms.with_loss_scale(inner, scale)
     params, state = LORA, tx.init(LORA)
     step = jax.jit(lambda params, state, gradients: tx.update(gradients, state, params))
-    factors = (1.0, 1.0, 1.0, 1.0) if scale.loss_scale == 1.0 else (1.0, jnp.inf, 1.0, 1.0)
-    for factor in factors:
+    for factor in (1.0, 1.0 if scale.loss_scale == 1.0 else jnp.inf, 1.0, 1.0):
         gradients = jax.tree.map(lambda p, factor=factor: factor * jnp.ones_like(p), params)
         updates, state = step(params, state, gradients)
         params = optax.apply_updates(params, updates)
@@ -161,9 +156,7 @@ def test_frozen_half_leaves_belong_in_a_tree_of_their_own(policy):
     assert state.grads_finite and bits(moved["backbone"]) == bits(LORA["backbone"])
     assert (moved["lora"]["b"] < 0).all()
     # A policy with half parameters keeps a master of each half leaf, also of those that are frozen.
-    masters = (
-        transforms.mixed_precision(PARTS, "p=bf16,c=bf16,o=f32").init(LORA).inner_state.masters
-    )
+    masters = make(HALF_POLICY, PARTS).init(LORA).inner_state.masters
     assert all(leaf.dtype == jnp.float32 for leaf in masters["backbone"].values())
 
 
@@ -187,7 +180,7 @@ def test_float8_leaves_have_no_masters_and_are_refused(policy):
 
 # The adapters.
 
-HALF_PARAMS = linen.cast_params(VARIABLES, "p=bf16,c=bf16,o=f32")["params"]
+HALF_PARAMS = linen.cast_params(VARIABLES, HALF_POLICY)["params"]
 
 
 def to_half(tree):
@@ -209,7 +202,7 @@ def test_a_train_state_refuses_them_in_create_and_in_a_step():
 @pytest.mark.filterwarnings("ignore::jmp.NoHalfProductWarning")
 def test_an_nnx_optimizer_refuses_them_when_it_is_made_and_in_a_step():
     with refused:
-        half = jmp_nnx.cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "p=bf16,c=bf16,o=f32")
+        half = jmp_nnx.cast_params(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), HALF_POLICY)
         nnx.Optimizer(half, make(), wrt=nnx.Param)
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)

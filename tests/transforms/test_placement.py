@@ -36,30 +36,25 @@ def make_mesh(shape=(4, 2), axis_type=AxisType.Auto, devices=None):
 def sharded(mesh, dtype=jnp.float16):
     """Two kernels of one shape that are sharded differently, and a bias that is not."""
     specs = {"a": {"kernel": P("x")}, "b": {"kernel": P("y", "x")}, "bias": P()}
-    params = {
-        "a": {"kernel": jnp.full((8, 8), 0.1, dtype)},
-        "b": {"kernel": jnp.full((8, 8), 0.2, dtype)},
-        "bias": jnp.ones(8),
-    }
+    first, second = ({"kernel": jnp.full((8, 8), number, dtype)} for number in (0.1, 0.2))
+    params = {"a": first, "b": second, "bias": jnp.ones(8)}
     return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 
 def abstract(params, shardings=None):
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params) if shardings is None else shardings
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        params,
-        shardings,
-    )
+    def described(leaf, place):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    own = jax.tree.map(lambda leaf: leaf.sharding, params)
+    return jax.tree.map(described, params, own if shardings is None else shardings)
 
 
 def check_placed(state, params, tx):
     """Compares where a state lies with what `state_shardings` says; returns the latter's specs."""
     expected = transforms.state_shardings(tx, params)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
-    for (path, leaf), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
-    ):
+    leaves = jax.tree.leaves_with_path(state)
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(expected), strict=True):
         place = jax.tree_util.keystr(path)
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (place, leaf.sharding)
         assert leaf.sharding.device_set == sharding.device_set, place
@@ -143,13 +138,9 @@ def test_states_of_an_ensemble_lie_as_the_ensemble():
 @pytest.mark.parametrize("axes", [{"x"}, {"x", "y"}], ids=len)
 def test_states_are_made_inside_of_shard_map_with_scalars_that_do_not_vary(axes):
     params = {"kernel": sharded(make_mesh())["a"]["kernel"]}
-    init = jax.shard_map(
-        lambda p: (O2.init(p).inner_state.masters, O2.init(p).loss_scale),
-        mesh=make_mesh(),
-        in_specs=P("x"),
-        out_specs=(P("x"), P()),
-        axis_names=axes,
-    )
+    parts_of = lambda p: (O2.init(p).inner_state.masters, O2.init(p).loss_scale)
+    options = {"in_specs": P("x"), "out_specs": (P("x"), P()), "axis_names": axes}
+    init = jax.shard_map(parts_of, mesh=make_mesh(), **options)
     masters, scale = jax.jit(init)(params)
     assert masters["kernel"].sharding.spec == P("x") and scale.loss_scale.sharding.spec == P()
 
@@ -158,9 +149,8 @@ def test_what_jit_captures_and_what_lies_in_host_memory_is_placed():
     params = sharded(make_mesh())
     captured = jax.jit(lambda: O2.init(params))()
     check_placed(captured, params, O2)
-    in_host = jax.tree.map(
-        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), params
-    )
+    to_host = lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+    in_host = jax.tree.map(to_host, params)
     moments = O2.init(in_host).inner_state.inner_state[0].mu
     assert moments["b"]["kernel"].sharding == in_host["b"]["kernel"].sharding
     assert jax.jit(O2.init)(in_host).inner_state.inner_state[0].mu["a"]["kernel"].shape == (8, 8)
@@ -178,19 +168,16 @@ def test_on_one_device_init_traces_what_it_traced_before():
     program = str(jax.make_jaxpr(O2.init)(params))
     assert "optimization_barrier" not in program and "select_n" not in program
     state = O2.init(params)
-    assert {type(leaf.sharding).__name__ for leaf in jax.tree.leaves(state)} == {
-        "SingleDeviceSharding"
-    }
+    kinds = {type(leaf.sharding).__name__ for leaf in jax.tree.leaves(state)}
+    assert kinds == {"SingleDeviceSharding"}
 
 
 def test_compiled_for_eight_h200s_init_makes_shards_in_no_more_kernels(h200):
     """A select by a constant is removed there before shardings are decided, on CPUs after."""
     mesh = wire.h200s({"x": 8})
     specs = {"a": P("x"), "b": P(None, "x")}
-    params = {
-        name: jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=NamedSharding(mesh, spec))
-        for name, spec in specs.items()
-    }
+    described = functools.partial(jax.ShapeDtypeStruct, (1024, 512), jnp.float32)
+    params = {name: described(sharding=NamedSharding(mesh, specs[name])) for name in specs}
     tx = transforms.with_loss_scale(optax.adam(1e-3), SCALE)
     placed = compile_for_placed(tx.init, params)
     plain = compile_for_placed(optax.adam(1e-3).init, params)
@@ -214,8 +201,7 @@ def train_step(tx, params, state):
 def test_three_steps_compile_once_keep_their_places_and_free_what_was_donated(transform, zero):
     params = sharded(make_mesh())
     if zero == 3:
-        state = transform(O2.init)(params)
-        step = jax.jit(functools.partial(train_step, O2), donate_argnums=(0, 1))
+        state, options = transform(O2.init)(params), {}
     else:  # the state is sharded, the parameters are not
         goal = transforms.state_shardings(O2, abstract(params))
         whole = NamedSharding(make_mesh(), P())
@@ -223,9 +209,8 @@ def test_three_steps_compile_once_keep_their_places_and_free_what_was_donated(tr
         state = jax.device_put(O2.init(params), goal)
         if transform is jax.jit:
             state = jax.jit(O2.init, out_shardings=goal)(params)
-        step = jax.jit(
-            functools.partial(train_step, O2), donate_argnums=(0, 1), out_shardings=(whole, goal)
-        )
+        options = {"out_shardings": (whole, goal)}
+    step = jax.jit(functools.partial(train_step, O2), donate_argnums=(0, 1), **options)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, state))
     for _ in range(3):
         before = params, state
@@ -238,12 +223,11 @@ def test_three_steps_compile_once_keep_their_places_and_free_what_was_donated(tr
 def test_the_shardings_of_a_plain_optax_state_place_it_under_jit():
     params = sharded(make_mesh(), jnp.float32)
     tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 2)
-    state = jax.jit(tx.init, out_shardings=transforms.state_shardings(tx, params))(params)
+    places = transforms.state_shardings(tx, params)
+    state = jax.jit(tx.init, out_shardings=places)(params)
     specs = check_placed(state, params, tx)
     assert specs.inner_opt_state[1][0].mu["b"]["kernel"] == P("y", "x")
-    assert transforms.state_shardings(tx, abstract(params)) == transforms.state_shardings(
-        tx, params
-    )
+    assert transforms.state_shardings(tx, abstract(params)) == places
 
 
 def test_boxed_parameters_of_linen_place_boxed_states():
@@ -324,10 +308,8 @@ def test_a_state_restores_on_other_devices_bit_by_bit(saved, shape):
 def test_two_processes_save_a_state_that_one_restores_bit_by_bit(tmp_path):
     run_two("tests.transforms.two_processes", tmp_path)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=one)
-        for name, (shape, dtype) in two_processes.SHAPES.items()
-    }
+    described = functools.partial(jax.ShapeDtypeStruct, sharding=one)
+    like = {name: described(*shape) for name, shape in two_processes.SHAPES.items()}
     got = restored(tmp_path, like, O2)
     numbers = np.load(tmp_path / "numbers.npz")
     assert bits(got) == bits([numbers[name] for name in numbers.files])

@@ -60,9 +60,8 @@ def follow(tx, state, steps):
         updates, state = tx.update({"w": jnp.ones(4)}, state, params)
         params = optax.apply_updates(params, updates)
         finite = transforms.loss_scale_state(state).grads_finite
-        average = jmp.select_tree(
-            finite, jax.tree.map(lambda a, p: 0.5 * (a + p), average, params), average
-        )
+        moved = optax.incremental_update(params, average, step_size=0.5)
+        average = jmp.select_tree(finite, moved, average)
     return params, average
 
 

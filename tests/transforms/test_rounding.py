@@ -16,8 +16,8 @@ def by(bits, values, dtype):
     return rounded_by(jnp.full(np.shape(values), bits, jnp.uint32), jnp.asarray(values), dtype)
 
 
-def from_pattern(pattern, dtype=np.float32):
-    return np.asarray(pattern, np.uint32).view(np.float32).astype(dtype)
+def from_pattern(pattern):
+    return np.asarray(pattern, np.uint32).view(np.float32)
 
 
 @jax.jit

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import jmp
 from jmp import transforms
@@ -47,11 +46,7 @@ def step(old, gradients, state):
     return keep_if_skipped(after(), old, new_state, state)[0]
 
 
-WAYS = {
-    "eager": step,
-    "jit": jax.jit(step),
-    "donated": jax.jit(step, donate_argnums=0),
-}
+WAYS = {"eager": step, "jit": jax.jit(step), "donated": jax.jit(step, donate_argnums=0)}
 
 
 @pytest.mark.parametrize("way", WAYS)

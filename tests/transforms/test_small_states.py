@@ -51,12 +51,22 @@ def scaled(inner):
     return transforms.with_loss_scale(inner, SCALE)
 
 
+def mixed(inner, way):
+    return transforms.mixed_precision(inner, POLICY, SCALE, masters=way)
+
+
 def step(tx, carry, factor=1.0):
     """One step whose scaled gradients are 16 times the parameters, by a factor."""
     params, state = carry
     gradients = jax.tree.map(lambda p: (16 * factor * p).astype(p.dtype), params)
     updates, state = tx.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
+
+
+def assert_close(found, expected, way, atol):
+    """Compares values that were stored in one of the ways with those that were given."""
+    close = functools.partial(np.testing.assert_allclose, rtol=CLOSE.get(way, 0), atol=atol)
+    jax.tree.map(close, found, expected)
 
 
 def avals(tree):
@@ -217,10 +227,7 @@ def test_a_train_state_takes_each_way_saves_and_restores_it_and_lets_it_follow(w
     # Float32 is stored as exactly as can be.
     whole = state.replace(params=full)
     assert whole.params["body"]["kernel"].dtype == jnp.bfloat16
-    close = CLOSE.get(way, 0)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=close, atol=0), masters(whole), full
-    )
+    assert_close(masters(whole), full, way, atol=0)
 
 
 def test_codes_of_another_kind_are_not_restored():
@@ -236,7 +243,7 @@ def test_codes_of_another_kind_are_not_restored():
 def test_an_nnx_optimizer_trains_saves_and_resets(way, kind):
     model = jmp_nnx.cast_params(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), POLICY)
     rules = [("*mu*", "*kernel", kind), ("*nu*", "*", kind)]
-    tx = transforms.mixed_precision(stored(rules), POLICY, SCALE, masters=way)
+    tx = mixed(stored(rules), way)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     loss_fn = jmp_nnx.autocast(lambda model, x: jnp.mean(model(x) ** 2), POLICY)
     train = nnx.jit(lambda m, o, x: jmp_nnx.train_step(loss_fn, m, o, x))
@@ -262,7 +269,7 @@ def test_an_nnx_optimizer_trains_saves_and_resets(way, kind):
 
 
 def test_steps_of_equinox_and_haiku_take_them():
-    tx = transforms.mixed_precision(stored("int8"), POLICY, SCALE, masters="split")
+    tx = mixed(stored("int8"), "split")
     x = jnp.ones((2, 8))
     module = equinox.cast_params(eqx.nn.Linear(8, 4, key=jax.random.key(0)), POLICY)
     loss_fn = lambda module, x: jnp.mean(jax.vmap(module)(x) ** 2)
@@ -270,8 +277,7 @@ def test_steps_of_equinox_and_haiku_take_them():
     first = take(module, tx.init(eqx.filter(module, eqx.is_inexact_array)))
     second = take(first.model, first.opt_state)
     assert second.loss < first.loss
-    remainders = second.opt_state.inner_state.remainders
-    assert remainders.weight.dtype == jnp.uint16
+    assert second.opt_state.inner_state.remainders.weight.dtype == jnp.uint16
 
     network = hk.without_apply_rng(hk.transform(lambda x: jnp.mean(hk.Linear(4)(x) ** 2)))
     params = haiku.cast_params(network.init(jax.random.key(0), x), POLICY)
@@ -302,10 +308,7 @@ def test_a_training_goes_through_every_way_and_back_to_float32():
             new = other(ADAM).init(params)._replace(inner_state=state.inner_state)
             after, new = transforms.set_masters(new, params, values)
             found = transforms.masters(new, after)
-            close = CLOSE.get(second, 0)
-            jax.tree.map(
-                functools.partial(np.testing.assert_allclose, rtol=close, atol=1e-30), found, values
-            )
+            assert_close(found, values, second, atol=1e-30)
             assert bits(new.inner_state) == bits(adam)
             if first == "stochastic":  # only parameters: every way holds them
                 assert bits(after) == bits(params)
@@ -329,9 +332,7 @@ def test_a_float32_state_is_stored_and_what_was_stored_is_stored_again_as_it_is(
 
 @pytest.mark.full
 def test_a_killed_training_goes_on_with_the_same_bits(tmp_path):
-    txs = {
-        way: transforms.mixed_precision(stored(k), POLICY, SCALE, masters=way) for way, k in PAIRS
-    }
+    txs = {way: mixed(stored(kind), way) for way, kind in PAIRS}
     run = jax.jit(lambda carries: {way: step(txs[way], carry) for way, carry in carries.items()})
     carries = run({way: (PARAMS, tx.init(PARAMS)) for way, tx in txs.items()})
     with ocp.StandardCheckpointer() as checkpointer:

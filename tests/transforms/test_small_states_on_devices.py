@@ -64,10 +64,9 @@ def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_
     goal = transforms.state_shardings(tx, params)
     state = tx.init(params)
     for made in (state, jax.jit(tx.init)(params)):
-        for (path, leaf), place in zip(
-            jax.tree_util.tree_leaves_with_path(made), jax.tree.leaves(goal), strict=True
-        ):
-            assert leaf.sharding.is_equivalent_to(place, leaf.ndim), jax.tree_util.keystr(path)
+        lies_in = lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        found = jax.tree.map(lies_in, made, goal)
+        assert jax.tree.all(found), found
     groups = state.inner_state.inner_states
     for name, (way, spec, kind) in GROUPS.items():
         kept = groups[name].inner_state
@@ -124,8 +123,7 @@ def stochastic(specs=None):
 
 def start():
     numbers = np.random.default_rng(0).standard_normal((16, 48))
-    made = {name: jnp.asarray(numbers, DTYPES.get(name, jnp.bfloat16)) for name in TREE}
-    return made
+    return {name: jnp.asarray(numbers, DTYPES.get(name, jnp.bfloat16)) for name in TREE}
 
 
 def three_steps(tx, params, state):
@@ -138,9 +136,7 @@ def three_steps(tx, params, state):
 
 
 def on_mesh(devices, tree):
-    mesh = jax.make_mesh(
-        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+    mesh = jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
     return mesh, jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), TREE))
 
 
@@ -169,26 +165,16 @@ def by_eager(devices):
 def by_shard_map(devices):
     tx = stochastic(TREE)
     mesh, params = on_mesh(devices, start())
-    state = tx.init(params)
     of_state = jax.tree.map(lambda place: place.spec, transforms.state_shardings(tx, params))
-    specs = (TREE, of_state)
-    run = jax.shard_map(
-        functools.partial(three_steps, tx), mesh=mesh, in_specs=specs, out_specs=specs
-    )
-    return jax.jit(run)(params, state)
+    specs = {"in_specs": (TREE, of_state), "out_specs": (TREE, of_state)}
+    run = jax.shard_map(functools.partial(three_steps, tx), mesh=mesh, **specs)
+    return jax.jit(run)(params, tx.init(params))
 
 
 @pytest.mark.parametrize(
     ("way", "devices"),
     in_full(
-        [
-            (by_shard_map, 2),
-            (by_jit, 8),
-            (by_jit, 1),
-            (by_jit, 2),
-            (by_shard_map, 8),
-            (by_eager, 8),
-        ],
+        [(by_shard_map, 2), *((by_jit, n) for n in (8, 1, 2)), (by_shard_map, 8), (by_eager, 8)],
         first=1,
     ),
 )
@@ -199,10 +185,11 @@ def test_bits_are_the_same_on_any_number_of_devices(way, devices):
 @pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
 def test_inside_of_shard_map_the_parts_must_be_known_and_rows_whole():
     mesh, params = on_mesh(8, start())
-    run = lambda tx, params: tx.update(params, tx.init(params), params)[0]
-    over = lambda tx, spec: jax.shard_map(
-        functools.partial(run, tx), mesh=mesh, in_specs=spec, out_specs=spec
-    )
+
+    def over(tx, spec):
+        update = lambda params: tx.update(params, tx.init(params), params)[0]
+        return jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec)
+
     with pytest.raises(ValueError, match="does not know which part .*specs="):
         jax.eval_shape(over(stochastic(), P("x")), params["int8"])
     tx = transforms.with_stored_state(INNER, "int8", rounding="nearest", specs=P(None, "x"))
@@ -216,10 +203,5 @@ def test_values_from_the_host_are_taken_to_where_the_parameters_lie():
         tx = store(INNER)
         values = {name: np.full((16, 48), 0.1, np.float32) for name in TREE}
         new, state = transforms.set_masters(tx.init(params), params, values)
-        expected = transforms.state_shardings(tx, params)
-        same = jax.tree.map(
-            lambda leaf, place: leaf.sharding == place,
-            (new, state),
-            (jax.tree.map(lambda leaf: leaf.sharding, params), expected),
-        )
-        assert jax.tree.all(same)
+        goal = jax.tree.map(lambda p: p.sharding, params), transforms.state_shardings(tx, params)
+        assert jax.tree.map(lambda leaf: leaf.sharding, (new, state)) == goal

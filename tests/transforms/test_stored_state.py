@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import jmp
 from jmp import transforms
@@ -16,7 +15,7 @@ from tests.commands import in_full
 KINDS = ["bfloat16", "float16", "float8_e4m3fn", "int8"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_other_kind = pytest.mark.parametrize("kind", in_full(KINDS, but=("float16", "int8")))
-SHAPES = (4, 16), (2, 255), (3, 256), (2, 3, 1000)
+SHAPES = (3, 1), (2, 257), (4, 16), (2, 255), (3, 256), (2, 3, 1000)
 # Half a spacing, of a number's size: the largest error of rounding to the nearest.
 ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float8_e4m3fn": 2**-4, "int8": 2**-4}
 
@@ -29,10 +28,7 @@ def rows(shape, key=0):
 
 
 @every_kind
-@pytest.mark.parametrize(
-    "shape",
-    [(3, 1), (2, 257), *(pytest.param(shape, marks=pytest.mark.full) for shape in SHAPES)],
-)
+@pytest.mark.parametrize("shape", in_full(map(pytest.param, SHAPES), first=2))
 @pytest.mark.parametrize("size", in_full([1e-30, 1e30, 1.0], first=2))
 def test_what_is_decoded_is_near(kind, shape, size):
     value = size * rows(shape)
@@ -140,11 +136,8 @@ def test_of_8_bits_vectors_and_embeddings_stay_float32_unless_a_rule_says_otherw
 
     assert dtypes(kind) == {"embed": "float32", "w": dtype, "b": "float32"}
     assert dtypes([("*", "*", kind)]) == {"embed": dtype, "w": dtype, "b": dtype}
-    assert dtypes([("trace", "w", "float32"), ("*", "[bw]", kind)]) == {
-        "embed": "float32",
-        "w": "float32",
-        "b": dtype,
-    }
+    rules = [("trace", "w", "float32"), ("*", "[bw]", kind)]
+    assert dtypes(rules) == {"embed": "float32", "w": "float32", "b": dtype}
 
 
 def test_a_rule_that_matches_nothing_is_named():
@@ -154,23 +147,19 @@ def test_a_rule_that_matches_nothing_is_named():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("stored", "options", "error", "message"),
     [
-        (lambda a: transforms.with_stored_state(a, "int4"), ValueError, "Unknown dtype 'int4'"),
-        (lambda a: transforms.with_stored_state(a, jnp.float64), ValueError, "expected one of"),
-        (lambda a: transforms.with_stored_state(a, None), TypeError, "stored"),
-        (lambda a: transforms.with_stored_state(a, [("*", "int8")]), TypeError, "a rule"),
-        (lambda a: transforms.with_stored_state(a, "int8", seed=0.5), TypeError, "seed"),
-        (
-            lambda a: transforms.with_stored_state(a, "int8", rounding="up"),
-            ValueError,
-            "'stochastic' or 'nearest'",
-        ),
+        ("int4", {}, ValueError, "Unknown dtype 'int4'"),
+        (jnp.float64, {}, ValueError, "expected one of"),
+        (None, {}, TypeError, "stored"),
+        ([("*", "int8")], {}, TypeError, "a rule"),
+        ("int8", {"seed": 0.5}, TypeError, "seed"),
+        ("int8", {"rounding": "up"}, ValueError, "'stochastic' or 'nearest'"),
     ],
 )
-def test_what_cannot_be_is_refused(make, error, message):
+def test_what_cannot_be_is_refused(stored, options, error, message):
     with pytest.raises(error, match=message):
-        make(optax.adam(1e-3))
+        transforms.with_stored_state(optax.adam(1e-3), stored, **options)
 
 
 # What it cures.
@@ -178,7 +167,7 @@ def test_what_cannot_be_is_refused(make, error, message):
 FALLS = {"bfloat16": 0.03, "float16": 0.02, "float8_e4m3fn": 0.10, "int8": 0.10}
 
 
-def after_a_peak(tx, steps=1500, dtype=jnp.float32):
+def after_a_peak(tx, dtype=jnp.float32):
     """Returns the last update of a 16 x 16 parameter whose gradient was 1 once, then 0.05."""
     params = jnp.zeros((16, 16), dtype)
     first = tx.init(params)
@@ -190,7 +179,7 @@ def after_a_peak(tx, steps=1500, dtype=jnp.float32):
 
     state = jax.tree.map(jnp.asarray, state)
     updates = jnp.zeros((16, 16), jnp.result_type(tx.update(params, first, params)[0]))
-    (updates, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=steps))((updates, state))
+    (updates, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=1500))((updates, state))
     return float(jnp.mean(updates.astype(jnp.float32)))
 
 
@@ -259,17 +248,10 @@ def test_inside_of_shard_map_it_is_what_it_is_on_one_device(kind):
         return transforms.with_stochastic_rounding(adam, specs=specs)
 
     tx = make(specs)
-    shapes = jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-        ),
-        params,
-        specs,
-    )
-    of_state = jax.tree.map(lambda place: place.spec, transforms.state_shardings(tx, shapes))
-    inside = jax.shard_map(
-        tx.update, mesh=mesh, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)
-    )
+    placed = jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in specs})
+    of_state = jax.tree.map(lambda place: place.spec, transforms.state_shardings(tx, placed))
+    options = {"in_specs": (specs, of_state, specs), "out_specs": (specs, of_state)}
+    inside = jax.shard_map(tx.update, mesh=mesh, **options)
     found = jax.jit(inside)(grads, tx.init(params), params)
     expected = jax.jit(make().update)(grads, make().init(params), params)
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

@@ -24,21 +24,15 @@ OPTIMIZERS = {
 }
 
 
-def make_params(dtype=jnp.float32):
-    key = jax.random.key(0)
-    return {
-        "w": jax.random.normal(key, (3, 4)).astype(dtype),
-        "b": jnp.linspace(-1, 1, 4, dtype=dtype),
-        "z": jnp.array([0.0, -0.0], dtype),
-    }
+def make_params():
+    w = jax.random.normal(jax.random.key(0), (3, 4))
+    return {"w": w, "b": jnp.linspace(-1, 1, 4), "z": jnp.array([0.0, -0.0])}
 
 
 def make_gradients(step, dtype, params):
-    keys = jax.random.split(jax.random.key(step + 1), 3)
-    return {
-        name: jax.random.normal(key, params[name].shape).astype(dtype)
-        for name, key in zip(params, keys, strict=True)
-    }
+    keys = iter(jax.random.split(jax.random.key(step + 1), len(params)))
+    draw = lambda p: jax.random.normal(next(keys), p.shape).astype(dtype)
+    return {name: draw(param) for name, param in params.items()}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -66,6 +60,7 @@ def test_a_bad_step_moves_nothing_and_the_run_goes_on_as_if_it_had_not_been(
         params, state = apply(tx.update, make_gradients(step, dtype, params), state, params)
 
     gradients = make_gradients(bad_step, dtype, params)
+    backed_off = state.loss_scale.adjust(False)
     for leaf in params:
         for bad in (jnp.inf, -jnp.inf, jnp.nan):
             ruined = gradients | {leaf: gradients[leaf].at[..., -1].set(bad)}
@@ -74,12 +69,10 @@ def test_a_bad_step_moves_nothing_and_the_run_goes_on_as_if_it_had_not_been(
             assert bits(new_state.inner_state) == bits(state.inner_state)
             assert not new_state.grads_finite
             assert new_state.skipped_steps == new_state.consecutive_skips == 1
-            assert bits(new_state.loss_scale) == bits(state.loss_scale.adjust(False))
+            assert bits(new_state.loss_scale) == bits(backed_off)
 
     # As a run that starts here with the parameters and the state of before, and the new scale.
-    fresh = tx.init(params)._replace(
-        inner_state=state.inner_state, loss_scale=state.loss_scale.adjust(False)
-    )
+    fresh = tx.init(params)._replace(inner_state=state.inner_state, loss_scale=backed_off)
     other_params = params
     for step in range(bad_step + 1, bad_step + 4):
         gradients = make_gradients(step, dtype, params)
@@ -112,9 +105,8 @@ def test_updates_are_those_of_the_plain_optimizer_on_float32_gradients():
 
 
 def test_clipping_sees_true_gradients_of_half_precision():
-    tx = transforms.with_loss_scale(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), jmp.StaticLossScale(4.0)
-    )
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = transforms.with_loss_scale(clipped, jmp.StaticLossScale(4.0))
     # Squares of 6e4 overflow float16, and 6e4 / 4 does not survive a half norm.
     updates, _ = tx.update(jnp.full(4, 6e4, jnp.float16), tx.init(jnp.zeros(4)))
     np.testing.assert_allclose(updates, -0.5, rtol=1e-6)
@@ -128,11 +120,8 @@ def test_a_zero_half_gradient_is_no_nan(inner):
     tx = transforms.with_loss_scale(inner(1e-3), jmp.StaticLossScale(8.0))
     updates, state = tx.update(jnp.zeros(3, jnp.float16), tx.init(params), params)
     assert jmp.all_finite((updates, state))
-    assert all(
-        leaf.dtype == jnp.float32
-        for leaf in jax.tree.leaves(state)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    )
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert all(leaf.dtype == jnp.float32 for leaf in floats)
 
 
 def test_without_a_scale_nothing_is_checked_or_selected():
@@ -144,10 +133,12 @@ def test_without_a_scale_nothing_is_checked_or_selected():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_one_compilation_with_donated_buffers_and_init_is_good_for_two_runs(optimizer):
     tx = transforms.with_loss_scale(optimizer(), jmp.DynamicLossScale(8.0, 0, 2))
-    step = jax.jit(
-        lambda p, s, g: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p)),
-        donate_argnums=(0, 1),
-    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
     for _ in range(2):
         params = make_params()
         state = tx.init(params)
@@ -183,10 +174,8 @@ def test_gradients_that_a_line_search_is_given_again_are_unscaled_too(keep):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_parameters_equal_their_rounded_masters_and_masters_equal_a_float32_run(dtype):
-    params = jax.tree.map(
-        lambda p: (p * 2.0 ** (4 * p - 6)).astype(dtype),  # of very different magnitudes
-        make_params(),
-    )
+    spread = lambda p: (p * 2.0 ** (4 * p - 6)).astype(dtype)  # of very different magnitudes
+    params = jax.tree.map(spread, make_params())
     params["norm"] = jnp.ones(4)
     tx = transforms.with_master_params(optax.adamw(3e-3))
     plain = optax.adamw(3e-3)
@@ -242,9 +231,8 @@ def test_mixed_precision_adds_what_the_policy_needs(policy, scale, has_masters):
 
 def test_numbers_of_python_and_numpy_in_a_state_stay_as_they_are():
     own = {"rate": 0.5, "table": np.ones(2), "weak": jnp.asarray(0.5)}
-    inner = optax.GradientTransformation(
-        lambda _: own, lambda updates, state, _=None: (updates, state)
-    )
+    update = lambda updates, state, _=None: (updates, state)
+    inner = optax.GradientTransformation(lambda _: own, update)
     tx = transforms.with_loss_scale(inner, jmp.StaticLossScale(1.0))
     found = tx.init({"w": jnp.ones(2)}).inner_state
     assert [type(found[name]) for name in ("rate", "table")] == [float, np.ndarray]

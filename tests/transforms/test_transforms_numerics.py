@@ -51,10 +51,8 @@ def test_inner_is_given_the_masters_and_not_what_they_are_rounded_to(dtype, wrap
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_half_leaf_of_a_frozen_group_is_its_own_master_in_float32(dtype):
     params = {"trained": jnp.ones(2, dtype), "frozen": jnp.full(2, 0.1, dtype)}
-    groups = {
-        "trained": transforms.with_master_params(optax.sgd(0.1)),
-        "frozen": optax.set_to_zero(),
-    }
+    trained = transforms.with_master_params(optax.sgd(0.1))
+    groups = {"trained": trained, "frozen": optax.set_to_zero()}
     state = optax.partition(groups, {name: name for name in params}).init(params)
     masters = transforms.masters(state, params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}

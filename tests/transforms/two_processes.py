@@ -62,10 +62,8 @@ def check_both_skip(params, state, process):
     updates, after = jax.jit(optimizer().update)({**params, "kernel": bad}, state, params)
     for leaf in jax.tree.leaves(updates):
         assert all((shard.data == 0).all() for shard in leaf.addressable_shards)
-    assert (
-        after.loss_scale.loss_scale.addressable_data(0) == 16
-        and after.skipped_steps.addressable_data(0) == 1
-    )
+    assert after.loss_scale.loss_scale.addressable_data(0) == 16
+    assert after.skipped_steps.addressable_data(0) == 1
     for old, new in zip(*map(jax.tree.leaves, (state.inner_state, after.inner_state)), strict=True):
         for before, now in zip(old.addressable_shards, new.addressable_shards, strict=True):
             np.testing.assert_array_equal(before.data, now.data)
@@ -84,9 +82,8 @@ def main(process, port, folder):
     }
     small = three_small_steps(params)
     state = optimizer().init(params)
-    for of_jit, leaf in zip(
-        jax.tree.leaves(jax.jit(optimizer().init)(params)), jax.tree.leaves(state), strict=True
-    ):
+    under_jit = jax.jit(optimizer().init)(params)
+    for of_jit, leaf in zip(*map(jax.tree.leaves, (under_jit, state)), strict=True):
         assert of_jit.sharding == leaf.sharding, (of_jit.sharding, leaf.sharding)
         assert len(leaf.sharding.device_set) == 8
     train = jax.jit(step)
