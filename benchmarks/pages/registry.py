@@ -64,7 +64,6 @@ SOURCES = {
     "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
     "device_sums": Source("results/device_sums.json", "python -m benchmarks.device_sums"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
-    "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),
     "soak": Source("results/soak.json", "make soak"),
     "migrations": Source("results/migrations.json", "python -m benchmarks.migrations"),
     "small_states": Source("results/small_states.json", "python -m benchmarks.small_states"),
