@@ -54,11 +54,7 @@ def make(build: Any, inputs: str = "images", dtype: str = "float32") -> Model:
 
 def application(name: str, **options: Any) -> Any:
     return getattr(keras.applications, name)(
-        weights=None,
-        input_shape=IMAGE,
-        classes=CLASSES,
-        classifier_activation=None,
-        **options,
+        weights=None, input_shape=IMAGE, classes=CLASSES, classifier_activation=None, **options
     )
 
 
