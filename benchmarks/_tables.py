@@ -1,13 +1,12 @@
 """What the parts of the report share: titles of recipes, tables, sums, what did not run."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tabulate import tabulate
 
 from benchmarks.recipes import RECIPES
-from benchmarks.run import BASELINE, CONTROL
-
-__all__ = ["BASELINE", "CONTROL", "TITLES", "failures", "table", "total", "versions_of"]
+from benchmarks.run import CONTROL
 
 TITLES = {row.name: row.title for row in RECIPES} | {
     CONTROL: "by hand, a second process (A/A control)",
@@ -18,6 +17,16 @@ TITLES = {row.name: row.title for row in RECIPES} | {
 
 def table(headers: list[str], rows: list[list[Any]]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True) + "\n"
+
+
+def found_of(results: dict[str, Any], rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields each row that has results, with them."""
+    return ((row, found) for row in rows if (found := results["workloads"].get(row.name)))
+
+
+def section(found: dict[str, Any], headers: list[str], rows: list[list[Any]]) -> str:
+    """Returns the table of one workload below its title, and what did not run."""
+    return f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
 
 
 def total(counted: Any) -> float:

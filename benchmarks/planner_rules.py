@@ -143,10 +143,7 @@ RULES = [
     Rule("counts are exact", {"_flatten.why_exact": lambda _: ""}),
     Rule("angles are exact", {"_flatten.find_angles": _without_angles}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
-    Rule(
-        "states of products are carried in half",
-        {"_carries.reaching_inside": lambda *_: set()},
-    ),
+    Rule("states of products are carried in half", {"_carries.reaching_inside": lambda *_: set()}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     *(
@@ -266,10 +263,7 @@ def featured():
 
 PROGRAMS = [
     Model(make.__name__, make, {})
-    for make in (
-        *(biased, masked, stepping, distances, saturating, guarded),
-        *(counted, featured),
-    )
+    for make in (biased, masked, stepping, distances, saturating, guarded, counted, featured)
 ]
 
 

@@ -39,6 +39,7 @@ import jmp
 from benchmarks import figures
 from benchmarks._results import facts, write
 from benchmarks.processes import ROOT
+from benchmarks.recipes._training import update_of
 from jmp import transforms
 from testbed.machines.gpus import compile_for_h200
 
@@ -319,12 +320,7 @@ def bytes_of(arguments: argparse.Namespace, console: Console, before: Any) -> di
         params = [jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES]
         tx = STRATEGIES[way](optax.adam(1e-3))
         state = jax.eval_shape(tx.init, params)
-
-        def update(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        program = compile_for_h200(update, params, state, params, donate_argnums=(0, 1))
+        program = compile_for_h200(update_of(tx), params, state, params, donate_argnums=(0, 1))
         held = [nbytes(tree) / count for tree in (params, kept(state), state)]
         rows[way] = {
             "parameter": held[0],

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jmp
 from benchmarks import wire
@@ -30,6 +29,7 @@ from benchmarks._names import named
 from benchmarks.models import ViT
 from benchmarks.processes import ROOT
 from benchmarks.recipes import by_hand, small_states
+from benchmarks.recipes._training import update_of
 from benchmarks.workloads import UPDATES, Update
 from jmp import transforms
 from testbed.decoding import LOOPS, SMALL, Decoder
@@ -166,30 +166,19 @@ def _adam_by_hand(update: Update, half: Any) -> tuple[Any, Any]:
 def _adam_of_jmp(update: Update, half: Any) -> tuple[Any, Any]:
     policy = jmp.Policy(half, half, jnp.float32)
     tx = transforms.mixed_precision(update.optimizer, policy, jmp.torch_loss_scale())
-
-    def step(params: Any, state: Any, gradients: Any) -> Any:
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
     params = [jax.ShapeDtypeStruct(shape, half) for shape in update.shapes]
-    return step, jax.eval_shape(tx.init, params)
+    return update_of(tx), jax.eval_shape(tx.init, params)
 
 
+SPLIT, STOCHASTIC = transforms.with_split_masters, transforms.with_stochastic_rounding
+STATE_IN = transforms.with_stored_state
 STORED = {
-    "split": transforms.with_split_masters,
-    "split-scaled": lambda inner: transforms.with_loss_scale(
-        transforms.with_split_masters(inner), jmp.torch_loss_scale()
-    ),
-    "stochastic": transforms.with_stochastic_rounding,
-    "split-bfloat16": lambda inner: transforms.with_split_masters(
-        transforms.with_stored_state(inner, "bfloat16")
-    ),
-    "stochastic-float8": lambda inner: transforms.with_stochastic_rounding(
-        transforms.with_stored_state(inner, "float8_e4m3fn")
-    ),
-    "stochastic-int8": lambda inner: transforms.with_stochastic_rounding(
-        transforms.with_stored_state(inner, "int8")
-    ),
+    "split": SPLIT,
+    "split-scaled": lambda tx: transforms.with_loss_scale(SPLIT(tx), jmp.torch_loss_scale()),
+    "stochastic": STOCHASTIC,
+    "split-bfloat16": lambda tx: SPLIT(STATE_IN(tx, "bfloat16")),
+    "stochastic-float8": lambda tx: STOCHASTIC(STATE_IN(tx, "float8_e4m3fn")),
+    "stochastic-int8": lambda tx: STOCHASTIC(STATE_IN(tx, "int8")),
 }
 
 
@@ -215,11 +204,7 @@ def small_adam(name: str, job: Job, is_small: bool) -> Any:
 
     else:
         tx = STORED[name](UPDATES[0].optimizer)
-        state = jax.eval_shape(tx.init, params)
-
-        def step(params: Any, state: Any, gradients: Any) -> Any:
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
+        state, step = jax.eval_shape(tx.init, params), update_of(tx)
 
     return compile_for(job.machine, step, params, state, params, donate_argnums=(0, 1))
 

@@ -48,7 +48,7 @@ class Worker:
             # There is no option for it; this process counts one check and ends.
             _few_kernels.gradients_finite = lambda tree: chosen(jax.tree.leaves(tree))
 
-        training, *arguments = self._training(workloads.find(workload, rehearse))
+        training, *arguments = self._training(workload, rehearse)
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)
         return {
             "bytes_moved": program.bytes_moved,
@@ -87,8 +87,7 @@ class Worker:
 
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
-        found = workloads.find(workload, rehearse)
-        training, *arguments = self._training(found)
+        training, *arguments = self._training(workload, rehearse)
         started = time.perf_counter()
         traced = jax.jit(training.step, donate_argnums=0).trace(*arguments)
         traced_at = time.perf_counter()
@@ -96,7 +95,7 @@ class Worker:
         compiled_at = time.perf_counter()
         self._step = compiled
         self._state = jax.jit(training.init)(jax.random.key(0))
-        self._batch = jax.jit(found.batch)(jax.random.key(1))
+        self._batch = jax.jit(workloads.find(workload, rehearse).batch)(jax.random.key(1))
         self.time(2)
         memory = compiled.memory_analysis()
         return {
@@ -120,7 +119,7 @@ class Worker:
 
     def trace(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces the step from scratch, caches cleared."""
-        training, *arguments = self._training(workloads.find(workload, rehearse))
+        training, *arguments = self._training(workload, rehearse)
         jax.clear_caches()
         started = time.perf_counter()
         jax.jit(training.step).trace(*arguments)
@@ -128,7 +127,7 @@ class Worker:
 
     def compile(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Compiles the step for this machine's device, once."""
-        training, *arguments = self._training(workloads.find(workload, rehearse))
+        training, *arguments = self._training(workload, rehearse)
         lowered = jax.jit(training.step, donate_argnums=0).lower(*arguments)
         started = time.perf_counter()
         lowered.compile()
@@ -138,7 +137,7 @@ class Worker:
         """Counts the operations of the step's products: those of the model, not of a recipe."""
         from jmp.diagnostics import precision_report
 
-        training, *arguments = self._training(workloads.find(workload, rehearse))
+        training, *arguments = self._training(workload, rehearse)
         report = precision_report(training.step, "mixed_float16")(*arguments)
         return {"flops": sum(row["flops"] for row in report.to_dict()["rows"])}
 
@@ -182,11 +181,12 @@ class Worker:
             found[f"{name}_flops_per_second"] = 2 * side**3 / seconds
         return found
 
-    def _training(self, workload: Any) -> tuple[recipes.Training, Any, Any]:
+    def _training(self, workload: str, rehearse: bool) -> tuple[recipes.Training, Any, Any]:
         """Returns the recipe's functions, and the shapes of a state and of a batch."""
-        training = self._recipe.make(workload)
+        found = workloads.find(workload, rehearse)
+        training = self._recipe.make(found)
         key = jax.random.key(0)
-        return training, jax.eval_shape(training.init, key), jax.eval_shape(workload.batch, key)
+        return training, jax.eval_shape(training.init, key), jax.eval_shape(found.batch, key)
 
 
 def _processor() -> str:

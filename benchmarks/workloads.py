@@ -106,51 +106,25 @@ def _tokens(batch: int, length: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDty
     return (jax.ShapeDtypeStruct((batch, length), jnp.int32),) * 2
 
 
-def _momentum() -> optax.GradientTransformation:
-    return optax.sgd(0.1, momentum=0.9, nesterov=True)
+def _resnet(
+    name: str, title: str, images: Any, module: Any = ResNet, classes: int = 10
+) -> Workload:
+    optimizer = optax.sgd(0.1, momentum=0.9, nesterov=True)
+    name, title = f"resnet50-{name}", f"ResNet-50, {title}"
+    return Workload(name, title, module, *images, classes, optimizer)
 
 
+def _resnet_of_imagenet(dtype: Any) -> ResNet:
+    return ResNet(dtype, classes=1000, small_images=False)
+
+
+ADAMW = optax.adamw(3e-4)
 WORKLOADS = (
-    Workload(
-        "gpt2",
-        "GPT-2 124M, 8 x 1024 tokens",
-        GPT2,
-        *_tokens(8, 1024),
-        classes=50257,
-        optimizer=optax.adamw(3e-4),
-    ),
-    Workload(
-        "resnet50-cifar-128",
-        "ResNet-50, CIFAR-10 shapes, batch 128",
-        ResNet,
-        *_images(128, 32),
-        classes=10,
-        optimizer=_momentum(),
-    ),
-    Workload(
-        "resnet50-cifar-512",
-        "ResNet-50, CIFAR-10 shapes, batch 512",
-        ResNet,
-        *_images(512, 32),
-        classes=10,
-        optimizer=_momentum(),
-    ),
-    Workload(
-        "resnet50-imagenet",
-        "ResNet-50, ImageNet shapes, batch 128",
-        lambda dtype: ResNet(dtype, classes=1000, small_images=False),
-        *_images(128, 224),
-        classes=1000,
-        optimizer=_momentum(),
-    ),
-    Workload(
-        "vit-b16",
-        "ViT-B/16, ImageNet shapes, batch 64",
-        ViT,
-        *_images(64, 224),
-        classes=1000,
-        optimizer=optax.adamw(3e-4),
-    ),
+    Workload("gpt2", "GPT-2 124M, 8 x 1024 tokens", GPT2, *_tokens(8, 1024), 50257, ADAMW),
+    _resnet("cifar-128", "CIFAR-10 shapes, batch 128", _images(128, 32)),
+    _resnet("cifar-512", "CIFAR-10 shapes, batch 512", _images(512, 32)),
+    _resnet("imagenet", "ImageNet shapes, batch 128", _images(128, 224), _resnet_of_imagenet, 1000),
+    Workload("vit-b16", "ViT-B/16, ImageNet shapes, batch 64", ViT, *_images(64, 224), 1000, ADAMW),
 )
 
 UPDATES = (
@@ -186,16 +160,9 @@ def rehearsal() -> tuple[Workload | Update, ...]:
     models = []
     for workload in WORKLOADS:
         module, (inputs, targets), classes = small.get(workload.name, (network, _images(4, 16), 10))
-        models.append(
-            dataclasses.replace(
-                workload,
-                title=f"{workload.title}: a rehearsal, tiny",
-                module=module,
-                inputs=inputs,
-                targets=targets,
-                classes=classes,
-            )
-        )
+        title = f"{workload.title}: a rehearsal, tiny"
+        changed = {"module": module, "inputs": inputs, "targets": targets, "classes": classes}
+        models.append(dataclasses.replace(workload, title=title, **changed))
     updates = [
         dataclasses.replace(
             update,

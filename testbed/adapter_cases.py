@@ -48,10 +48,10 @@ class Adapter:
     trainer: Callable[..., Any]
     everything: Callable[[Any], Any]
     opt_state: Callable[[Any], Any]
-    head: str
     convolution: type
     norm: type
     casts_output: bool = True
+    head: str = "head"
 
 
 def mean_square(output):
@@ -321,6 +321,17 @@ def all_but_scaling(opt_state):
     return jax.tree.map(inner, opt_state, is_leaf=is_scaling)
 
 
+NNX_VIEW = Adapter(
+    name="nnx view",
+    init=nnx_init,
+    cast_params=nnx_cast_params,
+    forward=nnx_view_forward,
+    trainer=nnx_view_trainer,
+    everything=nnx_everything,
+    opt_state=nnx_opt_state,
+    convolution=flax_nnx.Conv,
+    norm=flax_nnx.BatchNorm,
+)
 ADAPTERS = [
     Adapter(
         name="linen",
@@ -330,33 +341,15 @@ ADAPTERS = [
         trainer=linen_trainer,
         everything=linen_everything,
         opt_state=lambda state: state.opt_state,
-        head="head",
         convolution=nn.Conv,
         norm=nn.BatchNorm,
     ),
-    Adapter(
-        name="nnx view",
-        init=nnx_init,
-        cast_params=nnx_cast_params,
-        forward=nnx_view_forward,
-        trainer=nnx_view_trainer,
-        everything=nnx_everything,
-        opt_state=nnx_opt_state,
-        head="head",
-        convolution=flax_nnx.Conv,
-        norm=flax_nnx.BatchNorm,
-    ),
-    Adapter(
+    NNX_VIEW,
+    dataclasses.replace(
+        NNX_VIEW,
         name="nnx lifted",
-        init=nnx_init,
-        cast_params=nnx_cast_params,
         forward=nnx_lifted_forward,
         trainer=nnx_lifted_trainer,
-        everything=nnx_everything,
-        opt_state=nnx_opt_state,
-        head="head",
-        convolution=flax_nnx.Conv,
-        norm=flax_nnx.BatchNorm,
         casts_output=False,
     ),
     Adapter(
@@ -367,7 +360,6 @@ ADAPTERS = [
         trainer=equinox_trainer,
         everything=functional_everything,
         opt_state=lambda state: state[2],
-        head="head",
         convolution=eqx.nn.Conv,
         norm=eqx.nn.BatchNorm,
         casts_output=False,
@@ -380,7 +372,6 @@ ADAPTERS = [
         trainer=haiku_trainer,
         everything=functional_everything,
         opt_state=lambda state: state[2],
-        head="head",
         convolution=hk.Conv2D,
         norm=hk.BatchNorm,
     ),

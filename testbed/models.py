@@ -419,27 +419,16 @@ class Model:
     noisy: bool = False  # a ResNet at random initialisation amplifies any rounding
 
 
+SMALL_GPT = {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256}
 MODELS = [
     Model("resnet", resnet, {"batch": 16, "widths": (16, 32)}, has_aux=True, noisy=True),
     # The gradient of a maximum jumps where a rounding changes the winner: here the mean instead.
     Model("unet", unet, {"batch": 2, "size": 16, "widths": (16,), "pool": nn.avg_pool}),
-    Model("gpt", gpt, {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256}),
-    Model(
-        "scanned_gpt",
-        scanned_gpt,
-        {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
-    ),
+    Model("gpt", gpt, SMALL_GPT),
+    Model("scanned_gpt", scanned_gpt, SMALL_GPT),
     Model("lstm", lstm, {"batch": 8, "length": 16, "width": 64, "vocabulary": 64}),
-    Model(
-        "plain_transformer",
-        plain_transformer,
-        {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
-    ),
-    Model(
-        "checkpointed_gpt",
-        checkpointed_gpt,
-        {"batch": 2, "length": 64, "layers": 2, "width": 128, "vocabulary": 256},
-    ),
+    Model("plain_transformer", plain_transformer, SMALL_GPT),
+    Model("checkpointed_gpt", checkpointed_gpt, SMALL_GPT),
     Model("mixture_of_experts", mixture_of_experts, {}),
     Model("equinox_attention", equinox_attention, {}),
     Model("haiku_resnet", haiku_resnet, {}, has_aux=True, noisy=True),

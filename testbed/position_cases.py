@@ -11,6 +11,7 @@ axes of length 1 alone, are not among them: they are multiplications.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,20 +57,36 @@ def in_float32():
     return jax.named_scope("positions")
 
 
-def case(inputs, shapes, half, full=0, mixed=0):
-    """Adds a model to the table."""
+def in_front_of(network, function):
+    """Returns the loss of a network behind what a function computes in float32."""
+    if network is None:
+        return function
 
-    def add(loss: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def loss(dtype, params, *inputs):
+        with in_float32():
+            made = function(params, *inputs)
+        return network(dtype, params, made, *inputs)
+
+    return loss
+
+
+def case(inputs, shapes, half, full=0, mixed=0, behind=None):
+    """Adds a model to the table; with a network `behind` the function computes what it reads."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        loss = in_front_of(behind, function)
         CASES.append(Case(loss, inputs, shapes, half, full, mixed, by_hand=loss))
         return loss
 
     return add
 
 
-def as_in(other, full=0):
+def as_in(other, full=0, behind=None):
     """Adds another way to write a model of the table; by hand they are the same."""
 
-    def add(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        loss = in_front_of(behind, function)
         (row,) = (case for case in CASES if case.loss is other)
         CASES.append(dataclasses.replace(row, loss=loss, full=full))
         return loss
@@ -92,7 +109,7 @@ def dense(dtype, x, weights):
 MLP = {"hidden": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
 
 
-def mlp(dtype, params, x):
+def mlp(dtype, params, x, *_):
     """Two products."""
     return squared_error(
         dense(dtype, jax.nn.gelu(dense(dtype, x, params["hidden"])), params["out"])
@@ -126,6 +143,10 @@ def rotated_halves(angles):
     return rotate
 
 
+def rotary_attention(dtype, params, angles, x, *others):
+    return attention(dtype, params, x[None] if angles.ndim > 2 else x, rotated_halves(angles))
+
+
 def rotated_pairs(sin, cos):
     """Rotates as GPT-J does: a number and its neighbour."""
 
@@ -156,56 +177,42 @@ def tokens_and_positions(random):
 # Rotary angles.
 
 
-@case(tokens, ATTENTION, half=6)
-def rotary_by_einsum(dtype, params, x):
-    with in_float32():
-        angles = jnp.einsum("i,j->ij", steps(), frequencies())
-    return attention(dtype, params, x, rotated_halves(angles))
+@case(tokens, ATTENTION, half=6, behind=rotary_attention)
+def rotary_by_einsum(params, x):
+    return jnp.einsum("i,j->ij", steps(), frequencies())
 
 
-@as_in(rotary_by_einsum)
-def rotary_by_columns_and_rows(dtype, params, x):
-    with in_float32():
-        angles = steps()[:, None] @ frequencies()[None]
-    return attention(dtype, params, x, rotated_halves(angles))
+@as_in(rotary_by_einsum, behind=rotary_attention)
+def rotary_by_columns_and_rows(params, x):
+    return steps()[:, None] @ frequencies()[None]
 
 
-@case(tokens_and_positions, ATTENTION, half=6)
-def rotary_of_hugging_face(dtype, params, x, positions):
-    with in_float32():
-        columns = frequencies()[None, :, None]
-        rows = positions[None, None, :].astype(FLOAT32)
-        angles = (columns @ rows).swapaxes(1, 2)
-    return attention(dtype, params, x[None], rotated_halves(angles))
+@case(tokens_and_positions, ATTENTION, half=6, behind=rotary_attention)
+def rotary_of_hugging_face(params, x, positions):
+    columns = frequencies()[None, :, None]
+    rows = positions[None, None, :].astype(FLOAT32)
+    return (columns @ rows).swapaxes(1, 2)
 
 
-@as_in(rotary_by_einsum)
-def rotary_by_outer(dtype, params, x):
-    with in_float32():
-        angles = jnp.outer(steps(), frequencies())
-    return attention(dtype, params, x, rotated_halves(angles))
+@as_in(rotary_by_einsum, behind=rotary_attention)
+def rotary_by_outer(params, x):
+    return jnp.outer(steps(), frequencies())
 
 
-@as_in(rotary_by_einsum)
-def rotary_by_dot_general(dtype, params, x):
-    with in_float32():
-        angles = lax.dot_general(frequencies(), steps(), (((), ()), ((), ()))).T
-    return attention(dtype, params, x, rotated_halves(angles))
+@as_in(rotary_by_einsum, behind=rotary_attention)
+def rotary_by_dot_general(params, x):
+    return lax.dot_general(frequencies(), steps(), (((), ()), ((), ()))).T
 
 
-@as_in(rotary_of_hugging_face)
-def rotary_of_batched_positions(dtype, params, x, positions):
-    with in_float32():
-        angles = jnp.einsum("bi,j->bij", positions[None].astype(FLOAT32), frequencies())
-    return attention(dtype, params, x[None], rotated_halves(angles))
+@as_in(rotary_of_hugging_face, behind=rotary_attention)
+def rotary_of_batched_positions(params, x, positions):
+    return jnp.einsum("bi,j->bij", positions[None].astype(FLOAT32), frequencies())
 
 
-@case(tokens, ATTENTION | {"logarithms": (WIDTH // 2,)}, half=6)
-def rotary_of_learned_frequencies(dtype, params, x):
-    with in_float32():
-        learned = frequencies() * jnp.exp(params["logarithms"] / 50)
-        angles = jnp.einsum("i,j->ij", steps(), learned)
-    return attention(dtype, params, x, rotated_halves(angles))
+@case(tokens, ATTENTION | {"logarithms": (WIDTH // 2,)}, half=6, behind=rotary_attention)
+def rotary_of_learned_frequencies(params, x):
+    learned = frequencies() * jnp.exp(params["logarithms"] / 50)
+    return jnp.einsum("i,j->ij", steps(), learned)
 
 
 @case(tokens_and_positions, ATTENTION, half=6)
@@ -217,16 +224,14 @@ def rotary_of_gpt_j(dtype, params, x, positions):
     return attention(dtype, params, x, rotated_pairs(sin, cos))
 
 
-@case(tokens_and_positions, ATTENTION, half=6)
-def rotary_in_three_sections(dtype, params, x, positions):
+@case(tokens_and_positions, ATTENTION, half=6, behind=rotary_attention)
+def rotary_in_three_sections(params, x, positions):
     """Qwen2-VL: time, height and width have some of the frequencies each."""
-    with in_float32():
-        ids = jnp.stack([positions, positions // 32, positions % 32])[:, None, None, :]
-        columns = jnp.broadcast_to(frequencies()[None, None, :, None], (3, 1, WIDTH // 2, 1))
-        angles = (columns @ ids.astype(FLOAT32)).swapaxes(2, 3)
-        sections = jnp.split(angles, (4, 10), -1)
-        angles = jnp.concatenate([part[i] for i, part in enumerate(sections)], -1)
-    return attention(dtype, params, x[None], rotated_halves(angles))
+    ids = jnp.stack([positions, positions // 32, positions % 32])[:, None, None, :]
+    columns = jnp.broadcast_to(frequencies()[None, None, :, None], (3, 1, WIDTH // 2, 1))
+    angles = (columns @ ids.astype(FLOAT32)).swapaxes(2, 3)
+    sections = jnp.split(angles, (4, 10), -1)
+    return jnp.concatenate([part[i] for i, part in enumerate(sections)], -1)
 
 
 def grid(height, width):
@@ -235,20 +240,16 @@ def grid(height, width):
     return jnp.stack([y, x], -1).reshape(-1, 2)
 
 
-@case(tokens, ATTENTION, half=6, full=1)
-def rotary_of_two_axes(dtype, params, x):
-    with in_float32():
-        of_axis = jnp.kron(jnp.eye(2), 100.0 ** -jnp.linspace(0, 1, WIDTH // 4)[None])
-        angles = jnp.einsum("...i,ij->...j", grid(2, LENGTH // 2) * 2, of_axis)
-    return attention(dtype, params, x, rotated_halves(angles))
+@case(tokens, ATTENTION, half=6, full=1, behind=rotary_attention)
+def rotary_of_two_axes(params, x):
+    of_axis = jnp.kron(jnp.eye(2), 100.0 ** -jnp.linspace(0, 1, WIDTH // 4)[None])
+    return jnp.einsum("...i,ij->...j", grid(2, LENGTH // 2) * 2, of_axis)
 
 
-@as_in(rotary_by_einsum, full=1)
-def rotary_of_positions_by_a_triangle(dtype, params, x):
-    with in_float32():
-        positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ jnp.ones(LENGTH) - 1
-        angles = jnp.einsum("i,j->ij", positions, frequencies())
-    return attention(dtype, params, x, rotated_halves(angles))
+@as_in(rotary_by_einsum, full=1, behind=rotary_attention)
+def rotary_of_positions_by_a_triangle(params, x):
+    positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ jnp.ones(LENGTH) - 1
+    return jnp.einsum("i,j->ij", positions, frequencies())
 
 
 def padded_tokens(random):
@@ -257,12 +258,10 @@ def padded_tokens(random):
     return (*tokens(random), np.int32(words))
 
 
-@case(padded_tokens, ATTENTION, half=6, full=1)
-def rotary_of_positions_behind_padding(dtype, params, x, words):
-    with in_float32():
-        positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ (words != 0).astype(FLOAT32)
-        angles = positions[:, None] @ frequencies()[None]
-    return attention(dtype, params, x, rotated_halves(angles))
+@case(padded_tokens, ATTENTION, half=6, full=1, behind=rotary_attention)
+def rotary_of_positions_behind_padding(params, x, words):
+    positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ (words != 0).astype(FLOAT32)
+    return positions[:, None] @ frequencies()[None]
 
 
 # Positions that are added to scores.
@@ -316,26 +315,20 @@ def waves(angles):
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
 
 
-@case(some_steps, MLP, half=2)
-def timesteps_by_columns_and_rows(dtype, params, t):
-    with in_float32():
-        features = waves(t.astype(FLOAT32)[:, None] @ frequencies()[None, :])
-    return mlp(dtype, params, features)
+@case(some_steps, MLP, half=2, behind=mlp)
+def timesteps_by_columns_and_rows(params, t):
+    return waves(t.astype(FLOAT32)[:, None] @ frequencies()[None, :])
 
 
-@case(some_times, MLP, half=2)
-def flow_times_by_einsum(dtype, params, t):
-    with in_float32():
-        features = waves(jnp.einsum("b,d->bd", t / 1000 * 1000, frequencies()))
-    return mlp(dtype, params, features)
+@case(some_times, MLP, half=2, behind=mlp)
+def flow_times_by_einsum(params, t):
+    return waves(jnp.einsum("b,d->bd", t / 1000 * 1000, frequencies()))
 
 
-@case(some_times, MLP | {"rate": (WIDTH,), "phase": (WIDTH,)}, half=2)
-def time2vec(dtype, params, t):
-    with in_float32():
-        angles = jnp.einsum("b,k->bk", t / 10, params["rate"]) + params["phase"][None]
-        features = jnp.concatenate([angles[:, :1] / 100, jnp.sin(angles[:, 1:])], -1)
-    return mlp(dtype, params, features)
+@case(some_times, MLP | {"rate": (WIDTH,), "phase": (WIDTH,)}, half=2, behind=mlp)
+def time2vec(params, t):
+    angles = jnp.einsum("b,k->bk", t / 10, params["rate"]) + params["phase"][None]
+    return jnp.concatenate([angles[:, :1] / 100, jnp.sin(angles[:, 1:])], -1)
 
 
 @case(
@@ -377,37 +370,29 @@ def grid_of_sam(dtype, params, x):
     return mlp(dtype, params, x + features)
 
 
-@case(points, MLP, half=2, full=1)
-def fourier_features(dtype, params, x):
-    with in_float32():
-        features = waves(2 * np.pi * (x @ OF_POINTS))
-    return mlp(dtype, params, features)
+@case(points, MLP, half=2, full=1, behind=mlp)
+def fourier_features(params, x):
+    return waves(2 * np.pi * (x @ OF_POINTS))
 
 
-@case(points, MLP | {"b": (3, WIDTH // 2)}, half=2, full=1)
-def fourier_features_that_are_learned(dtype, params, x):
-    with in_float32():
-        features = waves(2 * np.pi * (x @ (10 * params["b"])))
-    return mlp(dtype, params, features)
+@case(points, MLP | {"b": (3, WIDTH // 2)}, half=2, full=1, behind=mlp)
+def fourier_features_that_are_learned(params, x):
+    return waves(2 * np.pi * (x @ (10 * params["b"])))
 
 
 OF_NERF = {"hidden": (24, WIDTH), "out": (WIDTH, WIDTH)}
 
 
-@case(points, OF_NERF, half=2)
-def octaves_of_nerf(dtype, params, x):
-    with in_float32():
-        angles = np.pi * x[..., None] * 2.0 ** jnp.arange(4, 8)
-        features = waves(angles.reshape(len(x), -1))
-    return mlp(dtype, params, features)
+@case(points, OF_NERF, half=2, behind=mlp)
+def octaves_of_nerf(params, x):
+    angles = np.pi * x[..., None] * 2.0 ** jnp.arange(4, 8)
+    return waves(angles.reshape(len(x), -1))
 
 
-@as_in(octaves_of_nerf, full=1)
-def octaves_by_a_matrix(dtype, params, x):
-    with in_float32():
-        octaves = np.kron(np.eye(3, dtype=np.float32), 2 ** np.arange(4, 8, dtype=np.float32))
-        features = waves(np.pi * (x @ octaves))
-    return mlp(dtype, params, features)
+@as_in(octaves_of_nerf, full=1, behind=mlp)
+def octaves_by_a_matrix(params, x):
+    octaves = np.kron(np.eye(3, dtype=np.float32), 2 ** np.arange(4, 8, dtype=np.float32))
+    return waves(np.pi * (x @ octaves))
 
 
 def rays(random):
@@ -415,13 +400,11 @@ def rays(random):
     return (*points(random), np.float32(rotation))
 
 
-@case(rays, OF_NERF, half=2, full=1)
-def rays_of_a_camera(dtype, params, directions, rotation):
-    with in_float32():
-        x = directions @ rotation.T
-        angles = np.pi * x[..., None] * 2.0 ** jnp.arange(4, 8)
-        features = waves(angles.reshape(len(x), -1))
-    return mlp(dtype, params, features)
+@case(rays, OF_NERF, half=2, full=1, behind=mlp)
+def rays_of_a_camera(params, directions, rotation):
+    x = directions @ rotation.T
+    angles = np.pi * x[..., None] * 2.0 ** jnp.arange(4, 8)
+    return waves(angles.reshape(len(x), -1))
 
 
 def camera(random):
@@ -430,12 +413,10 @@ def camera(random):
     return (np.float32(inverse),)
 
 
-@case(camera, OF_NERF | {"hidden": (3, WIDTH)}, half=2, full=1)
-def pixels_through_a_camera(dtype, params, inverse):
-    with in_float32():
-        pixels = jnp.concatenate([3000 + grid(2, LENGTH // 2), jnp.ones((LENGTH, 1))], -1)
-        directions = pixels @ inverse.T
-    return mlp(dtype, params, directions)
+@case(camera, OF_NERF | {"hidden": (3, WIDTH)}, half=2, full=1, behind=mlp)
+def pixels_through_a_camera(params, inverse):
+    pixels = jnp.concatenate([3000 + grid(2, LENGTH // 2), jnp.ones((LENGTH, 1))], -1)
+    return pixels @ inverse.T
 
 
 @case(image, MLP, half=2, full=1)
@@ -448,24 +429,20 @@ def coordinates_times_a_hundred(dtype, params, x):
     return mlp(dtype, params, x + features)
 
 
-@case(points, OF_NERF | {"hidden": (9, WIDTH)}, half=2)
-def products_of_coordinates(dtype, params, x):
+@case(points, OF_NERF | {"hidden": (9, WIDTH)}, half=2, behind=mlp)
+def products_of_coordinates(params, x):
     """Features of second degree, of metres, above the largest number of float16."""
-    with in_float32():
-        metres = 1000 * x
-        features = jnp.einsum("bi,bj->bij", metres, metres).reshape(len(x), 9) / 1e6
-    return mlp(dtype, params, features)
+    metres = 1000 * x
+    return jnp.einsum("bi,bj->bij", metres, metres).reshape(len(x), 9) / 1e6
 
 
 LATTICE = gaussian(3, WIDTH, 20)
 
 
-@case(points, MLP, half=2, full=1)
-def cells_of_a_lattice(dtype, params, x):
+@case(points, MLP, half=2, full=1, behind=mlp)
+def cells_of_a_lattice(params, x):
     """The fraction of a product."""
-    with in_float32():
-        features = jnp.mod(x @ LATTICE, 1.0)
-    return mlp(dtype, params, features)
+    return jnp.mod(x @ LATTICE, 1.0)
 
 
 @case(points, MLP | {"table": (64, WIDTH)}, half=2, full=1)
@@ -479,11 +456,9 @@ def hash_grid(dtype, params, x):
     return mlp(dtype, params, params["table"][hashed].astype(dtype) * weight.astype(dtype))
 
 
-@case(points, {"first": (3, WIDTH), "bias": (WIDTH,)} | MLP, half=2, full=1)
-def first_layer_of_siren(dtype, params, x):
-    with in_float32():
-        y = jnp.sin(30 * (x @ params["first"] + params["bias"][None]))
-    return mlp(dtype, params, y)
+@case(points, {"first": (3, WIDTH), "bias": (WIDTH,)} | MLP, half=2, full=1, behind=mlp)
+def first_layer_of_siren(params, x):
+    return jnp.sin(30 * (x @ params["first"] + params["bias"][None]))
 
 
 @case(tokens, {name: (2, *shape) for name, shape in ATTENTION.items()}, half=6)
@@ -635,44 +610,36 @@ def triangles(of_bins, bands=WIDTH):
     return np.float32(np.maximum(0, 1 - distance * bands / of_bins))
 
 
-@case(sound, MLP, half=2, full=3)
-def mel_of_a_spectrum_by_products(dtype, params, frames):
+@case(sound, MLP, half=2, full=3, behind=mlp)
+def mel_of_a_spectrum_by_products(params, frames):
     """The power of 16-bit sound is far above float16's range."""
-    with in_float32():
-        angles = steps(128)[:, None] @ steps(64)[None] * (2 * np.pi / 128)
-        window = (0.5 - 0.5 * jnp.cos(2 * np.pi * steps(128) / 128))[:, None]
-        power = (frames @ (window * jnp.cos(angles))) ** 2
-        power = power + (frames @ (window * jnp.sin(angles))) ** 2
-        features = jnp.log(power @ triangles(64) + 1) / 10 - 1
-    return mlp(dtype, params, features)
+    angles = steps(128)[:, None] @ steps(64)[None] * (2 * np.pi / 128)
+    window = (0.5 - 0.5 * jnp.cos(2 * np.pi * steps(128) / 128))[:, None]
+    power = (frames @ (window * jnp.cos(angles))) ** 2
+    power = power + (frames @ (window * jnp.sin(angles))) ** 2
+    return jnp.log(power @ triangles(64) + 1) / 10 - 1
 
 
-@case(sound, MLP, half=2, full=1)
-def mel_of_a_spectrum_by_fft(dtype, params, frames):
-    with in_float32():
-        power = jnp.abs(jnp.fft.rfft(frames)) ** 2
-        features = jnp.log(power @ triangles(65) + 1) / 10 - 1
-    return mlp(dtype, params, features)
+@case(sound, MLP, half=2, full=1, behind=mlp)
+def mel_of_a_spectrum_by_fft(params, frames):
+    power = jnp.abs(jnp.fft.rfft(frames)) ** 2
+    return jnp.log(power @ triangles(65) + 1) / 10 - 1
 
 
 def picture(random):
     return (np.float32(random.uniform(0, 255, (2 * WIDTH, 2 * WIDTH))),)
 
 
-@case(picture, MLP, half=2, full=2)
-def bilinear_by_matrices(dtype, params, x):
-    with in_float32():
-        centres = (steps(WIDTH) + 0.5) * 2 - 0.5
-        rows = jnp.maximum(0, 1 - jnp.abs(centres[:, None] - steps(2 * WIDTH)[None]))
-        small = (rows @ x @ rows.T - 128) / 64
-    return mlp(dtype, params, small)
+@case(picture, MLP, half=2, full=2, behind=mlp)
+def bilinear_by_matrices(params, x):
+    centres = (steps(WIDTH) + 0.5) * 2 - 0.5
+    rows = jnp.maximum(0, 1 - jnp.abs(centres[:, None] - steps(2 * WIDTH)[None]))
+    return (rows @ x @ rows.T - 128) / 64
 
 
-@as_in(bilinear_by_matrices, full=2)
-def bilinear_of_jax(dtype, params, x):
-    with in_float32():
-        small = (jax.image.resize(x, (WIDTH, WIDTH), "bilinear", antialias=False) - 128) / 64
-    return mlp(dtype, params, small)
+@as_in(bilinear_by_matrices, full=2, behind=mlp)
+def bilinear_of_jax(params, x):
+    return (jax.image.resize(x, (WIDTH, WIDTH), "bilinear", antialias=False) - 128) / 64
 
 
 def series(random):

@@ -31,7 +31,6 @@ for _short, _run in RUNS.items():
     )
 numbers({
     "autoencoder/mean-image": "{[mean_image_loss]:.4f}",
-    "autoencoder/seeds": "{[options][seeds]}",
 })  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from benchmarks._tables import BASELINE, CONTROL, TITLES, failures, table, total, versions_of
+from benchmarks._tables import TITLES, failures, found_of, section, table, total, versions_of
 from benchmarks.pages.registry import figure, read
+from benchmarks.run import BASELINE, CONTROL
 from benchmarks.workloads import UPDATES, WORKLOADS
 
 
@@ -50,10 +51,7 @@ def gpu(results: dict[str, Any]) -> str:
     compiled, rates = read("recipes"), _rates(results)
     bandwidth = results["ceilings"]["bytes_per_second"]
     text = ""
-    for workload in (*WORKLOADS, *UPDATES):
-        found = results["workloads"].get(workload.name)
-        if found is None:
-            continue
+    for workload, found in found_of(results, (*WORKLOADS, *UPDATES)):
         counted = compiled["workloads"].get(workload.name, {"recipes": {}})
         flops, rows = found.get("flops", 0), []
         for name, measured in found["recipes"].items():
@@ -66,7 +64,7 @@ def gpu(results: dict[str, Any]) -> str:
             limit = max(moved / bandwidth, flops / rate) if moved else None
             # The program of float32 was compiled for exact products, not for those of TF32.
             is_modelled = "model_ms" in compiled_here and name != "tf32"
-            peak = measured.get("peak_bytes")
+            planned, peak = (measured.get(f"{name}_bytes") for name in ("compiler", "peak"))
             rows.append(
                 [
                     TITLES[name],
@@ -75,15 +73,12 @@ def gpu(results: dict[str, Any]) -> str:
                     f"{1e3 * limit:.2f}" if limit else "",
                     f"{total(compiled_here['model_ms']):.2f}" if is_modelled else "",
                     f"{100 * flops / measured['seconds'] / rate:.0f} %" if flops else "",
-                    f"{measured['compiler_bytes'] / 1e9:.2f}"
-                    if "compiler_bytes" in measured
-                    else "",
-                    f"{peak / 1e9:.2f}" if peak else "",
+                    *(f"{held / 1e9:.2f}" if held else "" for held in (planned, peak)),
                 ]
             )
         headers = ["recipe", "ms", "over by hand", "limit ms", "modelled limit, model ms", "MFU"]
         headers += ["GB planned", "GB peak"]
-        text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
+        text += section(found, headers, rows)
     return text
 
 
@@ -91,41 +86,36 @@ def gpu(results: dict[str, Any]) -> str:
 def cpu(results: dict[str, Any]) -> str:
     """Returns a table for each update, and one of tracing and compilation."""
     text = ""
-    for update in UPDATES:
-        if found := results["workloads"].get(update.name):
-            rows = [
-                [
-                    TITLES[name],
-                    f"{1e3 * measured['seconds']:.1f}",
-                    ratio_text(measured),
-                    compilation_text(name, found["recipes"]),
-                ]
-                for name, measured in found["recipes"].items()
-                if "error" not in measured
+    for _, found in found_of(results, UPDATES):
+        rows = [
+            [
+                TITLES[name],
+                f"{1e3 * measured['seconds']:.1f}",
+                ratio_text(measured),
+                compilation_text(name, found["recipes"]),
             ]
-            headers = ["recipe", "ms", "over by hand", "compilation over by hand"]
-            text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
-    models = [w for w in WORKLOADS if w.name in results["workloads"]]
+            for name, measured in found["recipes"].items()
+            if "error" not in measured
+        ]
+        headers = ["recipe", "ms", "over by hand", "compilation over by hand"]
+        text += section(found, headers, rows)
+    models = {model.title: found["recipes"] for model, found in found_of(results, WORKLOADS)}
     if not models:
         return text
     rows = []
     for name, title in TITLES.items():
         row = [title]
-        for model in models:
-            recipes = results["workloads"][model.name]["recipes"]
+        for recipes in models.values():
             measured = recipes.get(name, {"error": "not asked for"})
             failed = "error" in measured
             row += ["", ""] if failed else [ratio_text(measured), compilation_text(name, recipes)]
         if any(row[1:]):
             rows.append(row)
-    not_run = [failures(results["workloads"][model.name]["recipes"]) for model in models]
     headers = ["over by hand"]
-    for model in models:
-        headers += [f"{model.title}: tracing", "compilation"]
-    return f"""{text}### Tracing and compiling a step
-
-{table(headers, rows)}{"".join(not_run)}
-"""
+    for title in models:
+        headers += [f"{title}: tracing", "compilation"]
+    not_run = "".join(map(failures, models.values()))
+    return f"{text}### Tracing and compiling a step\n\n{table(headers, rows)}{not_run}\n"
 
 
 def compilation_text(name: str, recipes: dict[str, Any]) -> str:

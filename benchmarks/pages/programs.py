@@ -69,10 +69,9 @@ def _(found: Any) -> str:
     return table(["rule", "step", "variant", *FLOAT8_TITLES], rows)
 
 
-def _columns(name: str) -> Callable[[Any], list[int]]:
-    return lambda found: [
-        found["workloads"]["columns"]["recipes"][columns][name] for columns in ("4095", "4096")
-    ]
+def _columns(found: Any, name: str) -> list[int]:
+    recipes = found["workloads"]["columns"]["recipes"]
+    return [recipes[columns][name] for columns in ("4095", "4096")]
 
 
 @figure("programs/head-table")
@@ -93,13 +92,13 @@ def _(found: Any) -> str:
 
 @figure("programs/columns-bytes")
 def _(found: Any) -> str:
-    odd, even = _columns("bytes_moved")(found)
+    odd, even = _columns(found, "bytes_moved")
     return f"{odd / even:.1f}"
 
 
 @figure("programs/columns-kernels")
 def _(found: Any) -> str:
-    odd, even = _columns("kernels")(found)
+    odd, even = _columns(found, "kernels")
     return f"{odd} kernels instead of {even}"
 
 
@@ -165,20 +164,19 @@ def _gpt2(found: Any, kind: str) -> Any:
     return found["workloads"]["memory"]["recipes"][kind]
 
 
+def _kept(report: Any) -> int:
+    return sum(report["parts"][part] for part in ("activations", "copies of parameters"))
+
+
 @figure("programs/memory-table")
 def _(found: Any) -> str:
     reports = [_gpt2(found, kind) for kind in programs.MEMORY_RUNS]
-    kept = [
-        sum(r["parts"][part] for part in ("activations", "copies of parameters")) for r in reports
-    ]
+    kept = list(map(_kept, reports))
     temps, peaks = ([r[f"xla_{name}_bytes"] for r in reports] for name in ("temp", "peak"))
     rows = [
         ["activations and copies, JAX", *map(size, kept)],
         ["XLA: temp", *map(size, temps)],
-        [
-            "XLA: temp, of what JAX keeps",
-            *map(digits, np.divide(temps, kept)),
-        ],
+        ["XLA: temp, of what JAX keeps", *map(digits, np.divide(temps, kept))],
         ["XLA: peak", *map(size, peaks)],
         ["XLA: peak, of float32", "", *(digits(peak / peaks[0]) for peak in peaks[1:])],
     ]
@@ -189,8 +187,7 @@ def _(found: Any) -> str:
 def _(found: Any) -> str:
     """How far XLA's temp in mixed precision is from what JAX keeps."""
     report = _gpt2(found, MIXED)
-    kept = sum(report["parts"][part] for part in ("activations", "copies of parameters"))
-    return percent(abs(report["xla_temp_bytes"] / kept - 1))
+    return percent(abs(report["xla_temp_bytes"] / _kept(report) - 1))
 
 
 for _name, _part in (("factor", "within the blocks"), ("scores", "of it attention scores")):

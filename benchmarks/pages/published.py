@@ -96,11 +96,7 @@ def table_of_generation(results: list[dict[str, Any]]) -> str:
                 else "fails"
             )
         mixed, by_hand = recipes[BFLOAT16], recipes[BY_HAND_BFLOAT16]
-        shares = (
-            mixed.get("as_by_hand"),
-            mixed.get("as_float32"),
-            by_hand.get("as_float32"),
-        )
+        shares = (mixed.get("as_by_hand"), mixed.get("as_float32"), by_hand.get("as_float32"))
         rows.append(row + ["" if share is None else f"{100 * share:.1f} %" for share in shares])
     return table(headers, rows)
 

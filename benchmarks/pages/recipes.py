@@ -3,9 +3,10 @@
 from typing import Any
 
 from benchmarks._drawing import FONT, narrow
-from benchmarks._tables import BASELINE, TITLES, failures, table, total, versions_of
+from benchmarks._tables import TITLES, found_of, section, table, total, versions_of
 from benchmarks.pages.registry import figure
 from benchmarks.recipes import RECIPES
+from benchmarks.run import BASELINE
 from benchmarks.workloads import UPDATES, WORKLOADS
 
 # Steps in float32 are off the scale of the figures: they are in the tables.
@@ -26,10 +27,7 @@ for _source in ("recipes", "wire"):
 def steps(results: dict[str, Any]) -> str:
     """Returns a table for each model."""
     text = ""
-    for workload in WORKLOADS:
-        found = results["workloads"].get(workload.name)
-        if found is None:
-            continue
+    for _, found in found_of(results, WORKLOADS):
         # In the order of the list, also where some were counted again or later.
         counts = found["recipes"]
         ran = (row.name for row in RECIPES if "error" not in counts.get(row.name, {"error": ""}))
@@ -49,8 +47,7 @@ def steps(results: dict[str, Any]) -> str:
             for name, counted in recipes.items()
         ]
         headers = ["recipe", "GB moved", "ratio", "kernels", "ratio", "GB temp", "ratio"]
-        headers += [LIMIT, "ratio"]
-        text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
+        text += section(found, [*headers, LIMIT, "ratio"], rows)
     return text
 
 
@@ -70,9 +67,9 @@ def limit_text(counted: dict[str, Any]) -> str:
 @figure("recipes/loss-scaling")
 def _(results: dict[str, Any]) -> str:
     rows = []
-    for workload in WORKLOADS:
-        recipes = results["workloads"].get(workload.name, {}).get("recipes", {})
-        pairs = (("by-hand", "unscaled"), ("adapter", "adapter-unscaled"))
+    pairs = (("by-hand", "unscaled"), ("adapter", "adapter-unscaled"))
+    for workload, found in found_of(results, WORKLOADS):
+        recipes = found["recipes"]
         if any("error" in recipes.get(name, {"error": ""}) for pair in pairs for name in pair):
             continue
         row = [workload.title]
@@ -80,23 +77,14 @@ def _(results: dict[str, Any]) -> str:
             for key in ("kernels", "bytes_moved"):
                 row.append(f"{100 * (recipes[scaled][key] / recipes[unscaled][key] - 1):+.2f} %")
         rows.append(row)
-    headers = [
-        "what dynamic loss scaling adds",
-        "by hand: kernels",
-        "bytes",
-        "ours: kernels",
-        "bytes",
-    ]
-    return table(headers, rows)
+    headers = ["what dynamic loss scaling adds", "by hand: kernels", "bytes"]
+    return table([*headers, "ours: kernels", "bytes"], rows)
 
 
 @figure("recipes/updates")
 def _(results: dict[str, Any]) -> str:
     text = ""
-    for update in UPDATES:
-        found = results["workloads"].get(update.name)
-        if found is None:
-            continue
+    for update, found in found_of(results, UPDATES):
         rows = [
             [
                 TITLES[name],
@@ -110,7 +98,7 @@ def _(results: dict[str, Any]) -> str:
             if "error" not in counted
         ]
         headers = ["recipe", "bytes", "kernels", "copies", "temp", LIMIT]
-        text += f"### {found['title']}\n\n{table(headers, rows)}{failures(found['recipes'])}\n"
+        text += section(found, headers, rows)
     return text
 
 
@@ -135,8 +123,8 @@ def plot(results: dict[str, Any]) -> Any:
     """Draws what is counted of each recipe over that of the step by hand, if it differs."""
     labels: list[str] = []
     rows: list[dict[str, float]] = []
-    for workload in (w for w in WORKLOADS if w.name in results["workloads"]):
-        recipes = results["workloads"][workload.name]["recipes"]
+    for workload, found in found_of(results, WORKLOADS):
+        recipes = found["recipes"]
         labels += ["", workload.title] if labels else [workload.title]
         rows += [{}] * (len(labels) - len(rows))
         for name in PLOTTED:

@@ -15,59 +15,48 @@ class Source(NamedTuple):
     command: str
 
 
+def _example(name: str, options: str = "") -> Source:
+    command = f"python examples/{name}.py{options} --output-dir results"
+    return Source(f"results/{name}.json", command)
+
+
+def _suite(suite: str) -> Source:
+    return Source(f"results/benchmarks/{suite}.json", f"python -m benchmarks.run --suite {suite}")
+
+
+def _module(name: str) -> Source:
+    return Source(f"results/{name}.json", f"python -m benchmarks.{name}")
+
+
 SOURCES = {
-    "char_lm": Source("results/char_lm.json", "python examples/char_lm.py --output-dir results"),
-    "autoencoder": Source(
-        "results/autoencoder.json", "python examples/autoencoder.py --output-dir results"
-    ),
-    "scaling": Source("results/scaling_cases.json", "python -m benchmarks.scaling_cases"),
-    "digits": Source("results/digits.json", "python examples/digits.py --output-dir results"),
-    "grpo": Source(
-        "results/grpo.json",
-        "python examples/grpo.py --compare --seeds 5 --output-dir results --checkpoint-dir runs/g",
-    ),
-    "overflow": Source(
-        "results/find_overflow.json", "python examples/find_overflow.py --output-dir results"
-    ),
-    "ranges": Source(
-        "results/inspect_ranges.json", "python examples/inspect_ranges.py --output-dir results"
-    ),
-    "gallery": Source("results/gallery.json", "python -m benchmarks.gallery"),
-    "diffusion": Source(
-        "results/diffusion.json", "python examples/diffusion.py --output-dir results"
-    ),
-    "lora": Source("results/lora.json", "python examples/lora.py --output-dir results"),
-    "seq2seq": Source("results/seq2seq.json", "python examples/seq2seq.py --output-dir results"),
-    "actor_critic": Source(
-        "results/actor_critic.json", "python examples/actor_critic.py --output-dir results"
-    ),
-    "data_parallel": Source(
-        "results/data_parallel.json", "python examples/data_parallel.py --output-dir results"
-    ),
-    "memory": Source("results/memory.json", "python examples/memory.py --output-dir results"),
-    "recipes": Source(
-        "results/benchmarks/compiled.json", "python -m benchmarks.run --suite compiled"
-    ),
-    "programs": Source(
-        "results/benchmarks/programs.json", "python -m benchmarks.run --suite programs"
-    ),
-    "targets": Source(
-        "results/benchmarks/targets.json", "python -m benchmarks.run --suite targets"
-    ),
-    "families": Source(
-        "results/benchmarks/families.json", "python -m benchmarks.run --suite families"
-    ),
+    "char_lm": _example("char_lm"),
+    "autoencoder": _example("autoencoder"),
+    "digits": _example("digits"),
+    "diffusion": _example("diffusion"),
+    "lora": _example("lora"),
+    "seq2seq": _example("seq2seq"),
+    "actor_critic": _example("actor_critic"),
+    "data_parallel": _example("data_parallel"),
+    "memory": _example("memory"),
+    "grpo": _example("grpo", " --compare --seeds 5 --checkpoint-dir runs/g"),
+    "overflow": _example("find_overflow"),
+    "ranges": _example("inspect_ranges"),
+    "recipes": _suite("compiled"),
+    "programs": _suite("programs"),
+    "targets": _suite("targets"),
+    "families": _suite("families"),
+    "checks": _suite("checks"),
+    "cpu": _suite("cpu"),
+    "gpu": _suite("gpu"),
+    "wire": _suite("wire"),
+    "scaling": _module("scaling_cases"),
+    "gallery": _module("gallery"),
+    "device_sums": _module("device_sums"),
+    "migrations": _module("migrations"),
+    "small_states": _module("small_states"),
     "published": Source("results/benchmarks/public_models", "make public-models"),
-    "checks": Source("results/benchmarks/checks.json", "python -m benchmarks.run --suite checks"),
-    "cpu": Source("results/benchmarks/cpu.json", "python -m benchmarks.run --suite cpu"),
-    "gpu": Source("results/benchmarks/gpu.json", "python -m benchmarks.run --suite gpu"),
-    "wire": Source("results/benchmarks/wire.json", "python -m benchmarks.run --suite wire"),
-    "device_sums": Source("results/device_sums.json", "python -m benchmarks.device_sums"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
-    "constants": Source("results/planner_constants.json", "python benchmarks/planner_constants.py"),
     "soak": Source("results/soak.json", "make soak"),
-    "migrations": Source("results/migrations.json", "python -m benchmarks.migrations"),
-    "small_states": Source("results/small_states.json", "python -m benchmarks.small_states"),
 }
 
 FIGURES: dict[str, Callable[[Any], str]] = {}

@@ -194,17 +194,24 @@ def _ranges(
                 yield machine, half, ratios
 
 
+def _ratios(
+    found: Any, kinds: Any, key: str, way: str = "autocast", over: str = BASE
+) -> list[tuple[float, str]]:
+    """Returns the ratios on some machines, the least first, and where they are."""
+    return sorted(
+        (ratio, f"{title}, {_title(machine)}, {half}")
+        for machine, half, ratios in _ranges(found, key, way, over)
+        if machine in kinds
+        for title, ratio in ratios.items()
+    )
+
+
 def _range(kinds: Any, key: str, way: str = "autocast", over: str = BASE) -> Callable[[Any], str]:
     """Returns what writes the least and the most ratio, and where they are."""
 
     def make(found: Any) -> str:
-        numbers = {
-            (ratio, f"{title}, {_title(machine)}, {half}")
-            for machine, half, ratios in _ranges(found, key, way, over)
-            if machine in kinds
-            for title, ratio in ratios.items()
-        }
-        ends = sorted(numbers)[:1] + sorted(numbers)[-1:]
+        ratios = _ratios(found, kinds, key, way, over)
+        ends = ratios[:1] + ratios[-1:]
         return " to ".join(f"{ratio:.2f} ({where})" for ratio, where in ends) or NOTHING
 
     return make
@@ -214,13 +221,8 @@ def _factor(kinds: Any, digits: int, way: str, over: str) -> Callable[[Any], str
     """Returns what writes the least and the most ratio of the bytes, in few digits."""
 
     def make(found: Any) -> str:
-        ratios = [
-            ratio
-            for machine, _, ratios in _ranges(found, "bytes_moved", way, over)
-            if machine in kinds
-            for ratio in ratios.values()
-        ]
-        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+        (least, _), *_, (most, _) = _ratios(found, kinds, "bytes_moved", way, over)
+        return f"{least:.{digits}f} to {most:.{digits}f}"
 
     return make
 
@@ -237,7 +239,6 @@ for _kinds, _name, _other in ((GPUS, "gpu", "kernels"), (TPUS, "tpu", "cycles"))
     figure(f"targets/{_name}-float32")(_range(_kinds, "bytes_moved", "float32"))
     figure(f"targets/{_name}-factor")(_factor(_kinds, 1, "float32", "autocast"))
     figure(f"targets/{_name}-share")(_factor(_kinds, 2, "autocast", BASE))
-    figure(f"targets/{_name}-gain")(_range(_kinds, "bytes_moved", "float32", "autocast"))
 
 
 @figure("targets/worst")
@@ -246,12 +247,7 @@ def _(found: Any) -> str:
     rows = []
     for kinds, name, keys in ((GPUS, "GPUs", OF_GPU), (TPUS, "TPUs", OF_TPU)):
         for key in keys:
-            numbers = sorted(
-                (ratio, f"{title}, {_title(machine)}, {half}")
-                for machine, half, ratios in _ranges(found, key)
-                if machine in kinds
-                for title, ratio in ratios.items()
-            )
+            numbers = _ratios(found, kinds, key)
             ends = [*reversed(numbers[-3:]), numbers[0]]
             rows.append([f"{name}: {NAMES[key]}", *(f"{r:.2f} ({where})" for r, where in ends)])
     return table(["counted", "worst", "second", "third", "best"], rows)

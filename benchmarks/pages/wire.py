@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from benchmarks._tables import BASELINE, table, total
+from benchmarks._tables import found_of, table, total
 from benchmarks.pages.registry import figure
+from benchmarks.run import BASELINE
 from benchmarks.wire import CASES
 
 MIB = 2**20
@@ -14,10 +15,7 @@ LEAST = 0.05 * MIB  # what is less is left out of the columns by kind: a loss, c
 @figure("wire/table")
 def sent(results: dict[str, Any]) -> str:
     rows, failures = [], []
-    for case in CASES:
-        found = results["workloads"].get(case.name)
-        if found is None:
-            continue
+    for case, found in found_of(results, CASES):
         recipes, title = found["recipes"], case.title
         for variant in case.variants:
             counted = recipes.get(variant.name)

@@ -101,10 +101,7 @@ SOURCES = {
     "big_vision_models": ("big_vision", ("flax",)),
     "maxtext_layers": ("MaxText", ("flax",)),
     "brax_networks": ("brax", ("brax", "flax")),
-    "hugging_face_generation": (
-        "Hugging Face transformers, generation",
-        ("transformers", "flax"),
-    ),
+    "hugging_face_generation": ("Hugging Face transformers, generation", ("transformers", "flax")),
     "bonsai_generation": ("bonsai, generation", ("flax",)),
 }
 

@@ -8,9 +8,9 @@ import functools
 from typing import Any
 
 import jax
-import optax
 
 from benchmarks.published import Model, Row, clone
+from benchmarks.published._losses import entropy, entropy_of_y
 from jmp.adapters import linen
 
 clone("big_vision_models")
@@ -33,13 +33,9 @@ def filled(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.ndim < 2 or leaf.any() else 0.1 * jax.random.normal(KEY, leaf.shape)
 
 
-def entropy(logits: Any, labels: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def classify(apply: Any, params: Any, batch: Any) -> Any:
-    logits, _ = apply({"params": params}, batch["x"])
-    return logits
+def reading(name: str) -> Any:
+    """Returns what calls a model with an array of the batch, and takes its logits."""
+    return lambda apply, params, batch: apply({"params": params}, batch[name])[0]
 
 
 def images(network: Any) -> Model:
@@ -47,8 +43,7 @@ def images(network: Any) -> Model:
         "x": jax.random.normal(KEY, (BATCH, 32, 32, 3)),
         "y": jax.random.randint(jax.random.key(1), (BATCH,), 0, CLASSES),
     }
-    score = lambda logits, batch: entropy(logits, batch["y"])
-    return make(network, classify, score, batch, "x")
+    return make(network, reading("x"), entropy_of_y, batch, "x")
 
 
 def mixer() -> Model:
@@ -63,14 +58,10 @@ def language(variant: str) -> Model:
     network = gemma.Model(**options | {"vocab_size": VOCABULARY})
     ids = jax.random.randint(KEY, (BATCH, LENGTH), 0, VOCABULARY)
 
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        logits, _ = apply({"params": params}, batch["ids"])
-        return logits
-
     def score(logits: Any, batch: Any) -> Any:
         return entropy(logits[:, :-1], batch["ids"][:, 1:])
 
-    return make(network, call, score, {"ids": ids}, "ids")
+    return make(network, reading("ids"), score, {"ids": ids}, "ids")
 
 
 ROWS = tuple(

@@ -19,6 +19,7 @@ os.environ["FLAX_PYTREE_MODULE"] = "0"
 from flax import nnx
 
 from benchmarks.published import Model, Row, clone
+from benchmarks.published._losses import entropy, entropy_of_y, masked_entropy
 from jmp.adapters import nnx as adapter
 
 clone("bonsai_models")
@@ -61,8 +62,18 @@ def with_policy(apply: Apply, policy: str) -> Apply:
     return dataclasses.replace(apply, view=lambda model: adapter.autocast(model, policy))
 
 
-def entropy(logits: Any, labels: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+def reading(*names: str, part: str | None = None) -> Any:
+    """Returns what calls a model with arrays of the batch, and takes a part of what it returns."""
+
+    def call(apply: Any, params: Any, batch: Any) -> Any:
+        output = apply(params, *(batch[name] for name in names))
+        return output if part is None else output[part]
+
+    return call
+
+
+def entropy_of_labels(logits: Any, batch: Any) -> Any:
+    return entropy(logits, batch["labels"])
 
 
 def tokens(seed: int = 0) -> jax.Array:
@@ -99,20 +110,15 @@ def translation() -> Model:
     def call(apply: Any, params: Any, batch: Any) -> Any:
         return apply(params, **{name: batch[name] for name in batch if name != "labels"})
 
-    network = Translation(config, nnx.Rngs(0))
-    return make(network, call, lambda logits, batch: entropy(logits, batch["labels"]), batch)
+    return make(Translation(config, nnx.Rngs(0)), call, entropy_of_labels, batch)
 
 
 def video() -> Model:
     config = vjepa2.ModelConfig.standard_test()
     network = vjepa2.VJEPA2ForVideoClassification(config, nnx.Rngs(0))
     x = jax.random.normal(KEY, (2, config.frames_per_clip, config.crop_size, config.crop_size, 3))
-
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch["x"])["logits"]
-
     batch = {"x": x, "y": jnp.array([3, 7])}
-    return make(network, call, lambda logits, batch: entropy(logits, batch["y"]), batch)
+    return make(network, reading("x", part="logits"), entropy_of_y, batch)
 
 
 def features(**changes: Any) -> Model:
@@ -127,14 +133,11 @@ def features(**changes: Any) -> Model:
     network = dinov3.Dinov3ViTModel(config, rngs=nnx.Rngs(0))
     batch = {"x": jax.random.normal(KEY, (BATCH, 3, 64, 64))}
 
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch["x"])["last_hidden_state"]
-
     def score(hidden: Any, batch: Any) -> Any:
         target = jax.random.normal(jax.random.key(1), hidden.shape)
         return jnp.mean(jnp.square(hidden - target))
 
-    return make(network, call, score, batch)
+    return make(network, reading("x", part="last_hidden_state"), score, batch)
 
 
 def diffusion_of_text() -> Model:
@@ -158,9 +161,7 @@ def diffusion_of_text() -> Model:
         return logits
 
     def score(logits: Any, batch: Any) -> Any:
-        mask = batch["attention_mask"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-        return jnp.sum(losses * mask) / jnp.sum(mask)
+        return masked_entropy(logits, batch["labels"], batch["attention_mask"])
 
     return make(network, call, score, batch)
 
@@ -171,24 +172,17 @@ def segmentation() -> Model:
         "x": jax.random.normal(KEY, (2, 32, 32, 1)),
         "y": jax.random.randint(jax.random.key(1), (2, 32, 32), 0, 2),
     }
-
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch["x"])
-
-    return make(network, call, lambda logits, batch: entropy(logits, batch["y"]), batch)
+    return make(network, reading("x"), entropy_of_y, batch)
 
 
 def autoencoder() -> Model:
     config = vae.ModelConfig(block_out_channels=(16, 32), norm_num_groups=8)
     network = vae.VAE(config, nnx.Rngs(0))
 
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch["x"])
-
     def score(output: Any, batch: Any) -> Any:
         return jnp.mean(jnp.square(output - batch["x"]))
 
-    return make(network, call, score, {"x": jax.random.normal(KEY, (2, 16, 16, 3))})
+    return make(network, reading("x"), score, {"x": jax.random.normal(KEY, (2, 16, 16, 3))})
 
 
 class Transcription(nnx.Module):
@@ -226,8 +220,7 @@ def transcription() -> Model:
     def call(apply: Any, params: Any, batch: Any) -> Any:
         return apply(params, batch["x"], batch["ids"], nnx.make_causal_mask(batch["ids"]))
 
-    network = Transcription(config, nnx.Rngs(0))
-    return make(network, call, lambda logits, batch: entropy(logits, batch["labels"]), batch)
+    return make(Transcription(config, nnx.Rngs(0)), call, entropy_of_labels, batch)
 
 
 def segment_anything() -> Model:
@@ -253,14 +246,12 @@ def segment_anything() -> Model:
         "masks": jax.random.bernoulli(keys[3], 0.3, (BATCH, 3, 4 * size, 4 * size)),
     }
 
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch["features"], batch["points"], batch["labels"])
-
     def score(output: Any, batch: Any) -> Any:
         masks, quality = output
         losses = optax.sigmoid_binary_cross_entropy(masks, batch["masks"].astype(jnp.float32))
         return losses.mean() + jnp.mean(jnp.square(quality - 0.5))
 
+    call = reading("features", "points", "labels")
     return make(Heads(nnx.Rngs(0)), call, score, batch)
 
 

@@ -17,6 +17,7 @@ from brax.training.agents.sac import losses as sac_losses
 from brax.training.agents.sac import networks as sac_networks
 
 from benchmarks.published import Model, Row
+from benchmarks.published._losses import model_of_loss
 
 KEY = jax.random.key(0)
 BATCH, UNROLL, OBSERVATION, ACTION = 32, 8, 24, 6
@@ -39,13 +40,6 @@ def transitions(shape: tuple[int, ...], extras: dict[str, Any]) -> types.Transit
 def statistics(data: types.Transition) -> Any:
     state = running_statistics.init_state(jax.ShapeDtypeStruct((OBSERVATION,), jnp.float32))
     return running_statistics.update(state, data.observation)
-
-
-def make(apply: Any, params: Any, batch: Any) -> Model:
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch)
-
-    return Model(apply, call, lambda loss, batch: loss, params, batch)
 
 
 def ppo() -> Model:
@@ -73,7 +67,7 @@ def ppo() -> Model:
             params, batch["normalizer"], batch["data"], KEY, ppo_network=networks
         )[0]
 
-    return make(loss, params, {"data": data, "normalizer": statistics(data)})
+    return model_of_loss(loss, params, {"data": data, "normalizer": statistics(data)})
 
 
 def sac() -> Model:
@@ -97,7 +91,8 @@ def sac() -> Model:
         of_critic = critic(q, policy, normalizer, batch["target"], 0.1, data, KEY)
         return of_critic + actor(policy, normalizer, q, 0.1, data, KEY)
 
-    return make(loss, params, {"data": data, "normalizer": statistics(data), "target": target})
+    batch = {"data": data, "normalizer": statistics(data), "target": target}
+    return model_of_loss(loss, params, batch)
 
 
 ROWS = (

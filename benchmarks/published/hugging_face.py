@@ -14,70 +14,38 @@ import optax
 import transformers
 
 from benchmarks.published import Model, Row
+from benchmarks.published._losses import entropy, masked_entropy
 from jmp.adapters import linen
 
 BATCH, LENGTH, VOCABULARY, WIDTH, LABELS = 4, 32, 256, 64, 16
 PAD = 1
 
-SIZE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 2 * WIDTH,
-    "max_position_embeddings": 2 * LENGTH,
-}
+WORDS = {"vocab_size": VOCABULARY}
+POSITIONS = {"max_position_embeddings": 2 * LENGTH}
+PADDED = {"pad_token_id": PAD}
+BLOCKS = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE = {**WORDS, **BLOCKS, "intermediate_size": 2 * WIDTH, **POSITIONS}
 LLAMA = {**SIZE, "num_key_value_heads": 2, "head_dim": 16}
-SIZE_OF_BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 2 * WIDTH,
-    "decoder_ffn_dim": 2 * WIDTH,
-    "max_position_embeddings": 2 * LENGTH,
-    "pad_token_id": PAD,
+SIDES_OF_BART = {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 2 * WIDTH))
+}
+TOKENS_OF_BART = {
+    **PADDED,
     "eos_token_id": 2,
     "bos_token_id": 0,
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }
-SIZE_OF_T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "d_kv": 16,
-    "d_ff": 2 * WIDTH,
-    "num_layers": 2,
-    "num_heads": 4,
-}
-SIZE_OF_GPT = {
-    "vocab_size": VOCABULARY,
-    "n_embd": WIDTH,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 2 * LENGTH,
-}
-SIZE_OF_VIT = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 2 * WIDTH,
-    "image_size": 32,
-    "patch_size": 8,
-}
-SIZE_OF_RESNET = {
-    "embedding_size": 16,
-    "hidden_sizes": [16, 32],
-    "depths": [2, 2],
-    "num_labels": LABELS,
-}
-NO_DROPOUT = {
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "num_labels": LABELS,
-}
+BART = {**WORDS, "d_model": WIDTH, **SIDES_OF_BART, **TOKENS_OF_BART}
+SIZE_OF_T5 = {**WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 2 * WIDTH}
+SIZE_OF_T5 |= {"num_layers": 2, "num_heads": 4}
+SIZE_OF_GPT = {**WORDS, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 2 * LENGTH}
+SIZE_OF_VIT = {**BLOCKS, "intermediate_size": 2 * WIDTH, "image_size": 32, "patch_size": 8}
+CLASSES = {"num_labels": LABELS}
+SIZE_OF_RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], **CLASSES}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **CLASSES}
 
 
 def tokens(numbers: np.random.Generator) -> dict[str, Any]:
@@ -109,46 +77,35 @@ def spectrum(numbers: np.random.Generator) -> dict[str, Any]:
     return {"input_features": features, "decoder_input_ids": tokens(numbers)["input_ids"]}
 
 
-def tokens_score(logits: Any, labels: Any, mask: Any) -> Any:
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(losses * mask) / jnp.sum(mask)
-
-
 def masked_language(output: Any, batch: Any) -> Any:
-    return tokens_score(output.logits, batch["labels"], batch["attention_mask"])
+    return masked_entropy(output.logits, batch["labels"], batch["attention_mask"])
 
 
 def causal_language(output: Any, batch: Any) -> Any:
     labels, mask = batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:]
-    return tokens_score(output.logits[:, :-1], labels, mask)
+    return masked_entropy(output.logits[:, :-1], labels, mask)
 
 
 def translation(output: Any, batch: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(output.logits, batch["labels"]).mean()
+    return entropy(output.logits, batch["labels"])
 
 
 def classification(output: Any, batch: Any) -> Any:
-    labels = batch["labels"][:, 0] % LABELS
-    return optax.softmax_cross_entropy_with_integer_labels(output.logits, labels).mean()
+    return entropy(output.logits, batch["labels"][:, 0] % LABELS)
 
 
 def contrast(output: Any, batch: Any) -> Any:
     logits = output.logits_per_text
     labels = jnp.arange(len(logits))
-    entropy = optax.softmax_cross_entropy_with_integer_labels
-    return (entropy(logits, labels) + entropy(logits.T, labels)).mean() / 2
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return (losses(logits, labels) + losses(logits.T, labels)).mean() / 2
 
 
 def transcription(output: Any, batch: Any) -> Any:
     logits = output.logits
     labels = batch["labels"][: len(logits), :4] % 30 + 1
-    return optax.ctc_loss(
-        logits, jnp.zeros(logits.shape[:2]), labels, jnp.zeros(labels.shape)
-    ).mean()
-
-
-def features(output: Any, batch: Any) -> Any:
-    return jnp.mean(jnp.square(output.last_hidden_state - 1))
+    losses = optax.ctc_loss(logits, jnp.zeros(logits.shape[:2]), labels, jnp.zeros(labels.shape))
+    return losses.mean()
 
 
 CLIP = jnp.clip
@@ -157,6 +114,12 @@ CLIP = jnp.clip
 def clip(x: Any, min: Any = None, max: Any = None, a_max: Any = None) -> Any:
     """`jnp.clip` with the name of an argument that T5's code uses and JAX has removed."""
     return CLIP(x, min, max if a_max is None else a_max)
+
+
+def first_params(model: Any) -> Any:
+    # Compiled: an initialization one operation at a time takes longer than everything else.
+    initialize = jax.jit(functools.partial(model.init_weights, input_shape=model.input_shape))
+    return initialize(jax.random.key(0))
 
 
 def make(
@@ -179,9 +142,7 @@ def make(
     model = getattr(transformers, model_class)(
         config, dtype=jnp.dtype(dtype), _do_init=False, **arguments
     )
-    # Compiled: an initialization one operation at a time takes longer than everything else.
-    initialize = jax.jit(functools.partial(model.init_weights, input_shape=model.input_shape))
-    params = initialize(jax.random.key(0)) if dtype == "float32" else None
+    params = first_params(model) if dtype == "float32" else None
     numbers = np.random.default_rng(0)
     batch = inputs(numbers)
     names = tuple(batch)
@@ -196,209 +157,97 @@ def make(
     return Model(model.__call__, call, score, params, batch)
 
 
-def row(title: str, model: str, config: str, *arguments: Any, **options: Any) -> Row:
-    name = title.lower().replace(" ", "-")
-    made = functools.partial(make, f"Flax{model}", f"{config}Config", *arguments, **options)
-    return Row(name, title, made, by_hand=True, adapter=linen.autocast)
+# Tasks: how the names of their classes end, what they read and what is minimised.
+Task = tuple[str, Any, Any]
+MASKED: Task = ("ForMaskedLM", tokens, masked_language)
+CAUSAL: Task = ("ForCausalLM", tokens, causal_language)
+TRANSLATION: Task = ("ForConditionalGeneration", pair_of_texts, translation)
+IMAGES: Task = ("ForImageClassification", image, classification)
 
 
-MASKED = ({**SIZE, **NO_DROPOUT, "pad_token_id": PAD}, tokens, masked_language)
-CAUSAL_LLAMA = ({**LLAMA, "pad_token_id": PAD}, tokens, causal_language)
-TRANSLATION = (SIZE_OF_BART, pair_of_texts, translation)
-VISION = ({**SIZE_OF_VIT, **NO_DROPOUT}, image, classification)
+def row(title: str, family: str, task: Task, config: dict[str, Any], **options: Any) -> Row:
+    end, *task_functions = task
+    names = f"Flax{family}{end}", f"{family}Config"
+    made = functools.partial(make, *names, config, *task_functions, **options)
+    return Row(title.lower().replace(" ", "-"), title, made, by_hand=True, adapter=linen.autocast)
+
+
+OF_BERT = {**SIZE, **NO_DROPOUT, **PADDED}
+SHORT_EMBEDDINGS = {**OF_BERT, "embedding_size": 32}
+OF_DISTILBERT = {**WORDS, "dim": WIDTH, "hidden_dim": 2 * WIDTH, "n_layers": 2, "n_heads": 4}
+SPARSE = {"block_size": 4, "num_random_blocks": 1, "attention_type": "block_sparse"}
+OF_GPT_NEO = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
+OF_OPT = {"ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
+OF_XGLM = {"d_model": WIDTH, "num_layers": 2, "attention_heads": 4, "ffn_dim": 2 * WIDTH}
+OF_LLAMA = {**LLAMA, **PADDED}
+OF_VIT = {**SIZE_OF_VIT, **NO_DROPOUT}
+STATISTICS: dict[str, Any] = {"train": True, "input_shape": (1, 32, 32, 3)}
+OF_WAV2VEC2 = {
+    **BLOCKS,
+    "vocab_size": 32,
+    "intermediate_size": 2 * WIDTH,
+    "conv_dim": (32, 32, 32),
+    "conv_stride": (5, 4, 2),
+    "conv_kernel": (10, 8, 4),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "do_stable_layer_norm": True,
+    "feat_extract_norm": "layer",
+}
 
 ROWS = (
-    row("BERT", "BertForMaskedLM", "Bert", *MASKED),
-    row("RoBERTa", "RobertaForMaskedLM", "Roberta", *MASKED),
-    row(
-        "DistilBERT",
-        "DistilBertForMaskedLM",
-        "DistilBert",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": WIDTH,
-            "hidden_dim": 2 * WIDTH,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_position_embeddings": 2 * LENGTH,
-        },
-        tokens,
-        masked_language,
-    ),
-    row(
-        "ALBERT",
-        "AlbertForMaskedLM",
-        "Albert",
-        {**MASKED[0], "embedding_size": 32},
-        *MASKED[1:],
-    ),
-    row(
-        "ELECTRA",
-        "ElectraForMaskedLM",
-        "Electra",
-        {**MASKED[0], "embedding_size": 32},
-        *MASKED[1:],
-    ),
-    row("RoFormer", "RoFormerForMaskedLM", "RoFormer", *MASKED),
-    row(
-        "BigBird",
-        "BigBirdForMaskedLM",
-        "BigBird",
-        {
-            **MASKED[0],
-            "max_position_embeddings": 128,
-            "block_size": 4,
-            "num_random_blocks": 1,
-            "attention_type": "block_sparse",
-        },
-        *MASKED[1:],
-    ),
-    row("GPT-2", "GPT2LMHeadModel", "GPT2", SIZE_OF_GPT, tokens, causal_language),
+    row("BERT", "Bert", MASKED, OF_BERT),
+    row("RoBERTa", "Roberta", MASKED, OF_BERT),
+    row("DistilBERT", "DistilBert", MASKED, {**OF_DISTILBERT, **POSITIONS}),
+    row("ALBERT", "Albert", MASKED, SHORT_EMBEDDINGS),
+    row("ELECTRA", "Electra", MASKED, SHORT_EMBEDDINGS),
+    row("RoFormer", "RoFormer", MASKED, OF_BERT),
+    row("BigBird", "BigBird", MASKED, {**OF_BERT, **SPARSE, "max_position_embeddings": 128}),
+    row("GPT-2", "GPT2", ("LMHeadModel", *CAUSAL[1:]), SIZE_OF_GPT),
     row(
         "GPT-Neo",
-        "GPTNeoForCausalLM",
         "GPTNeo",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "num_layers": 2,
-            "attention_types": [[["global", "local"], 1]],
-            "num_heads": 4,
-            "max_position_embeddings": 2 * LENGTH,
-            "window_size": 8,
-        },
-        tokens,
-        causal_language,
+        CAUSAL,
+        {**WORDS, **OF_GPT_NEO, **POSITIONS, "hidden_size": WIDTH, "window_size": 8},
     ),
-    row(
-        "GPT-J",
-        "GPTJForCausalLM",
-        "GPTJ",
-        {**SIZE_OF_GPT, "rotary_dim": 8},
-        tokens,
-        causal_language,
-    ),
-    row(
-        "OPT",
-        "OPTForCausalLM",
-        "OPT",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "num_hidden_layers": 2,
-            "ffn_dim": 2 * WIDTH,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 2 * LENGTH,
-            "word_embed_proj_dim": WIDTH,
-        },
-        tokens,
-        causal_language,
-    ),
-    row(
-        "Bloom",
-        "BloomForCausalLM",
-        "Bloom",
-        {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4},
-        tokens,
-        causal_language,
-    ),
-    row(
-        "XGLM",
-        "XGLMForCausalLM",
-        "XGLM",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": WIDTH,
-            "num_layers": 2,
-            "attention_heads": 4,
-            "ffn_dim": 2 * WIDTH,
-            "max_position_embeddings": 2 * LENGTH,
-        },
-        tokens,
-        causal_language,
-    ),
-    row("Llama", "LlamaForCausalLM", "Llama", *CAUSAL_LLAMA),
-    row("Mistral", "MistralForCausalLM", "Mistral", *CAUSAL_LLAMA),
-    row("Gemma", "GemmaForCausalLM", "Gemma", *CAUSAL_LLAMA),
-    row("T5", "T5ForConditionalGeneration", "T5", SIZE_OF_T5, pair_of_texts, translation),
+    row("GPT-J", "GPTJ", CAUSAL, {**SIZE_OF_GPT, "rotary_dim": 8}),
+    row("OPT", "OPT", CAUSAL, {**WORDS, **BLOCKS, **OF_OPT, **POSITIONS}),
+    row("Bloom", "Bloom", CAUSAL, {**WORDS, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4}),
+    row("XGLM", "XGLM", CAUSAL, {**WORDS, **OF_XGLM, **POSITIONS}),
+    row("Llama", "Llama", CAUSAL, OF_LLAMA),
+    row("Mistral", "Mistral", CAUSAL, OF_LLAMA),
+    row("Gemma", "Gemma", CAUSAL, OF_LLAMA),
+    row("T5", "T5", TRANSLATION, SIZE_OF_T5),
     row(
         "LongT5",
-        "LongT5ForConditionalGeneration",
         "LongT5",
+        TRANSLATION,
         {**SIZE_OF_T5, "local_radius": 7, "encoder_attention_type": "local"},
-        pair_of_texts,
-        translation,
     ),
-    row("BART", "BartForConditionalGeneration", "Bart", *TRANSLATION),
-    row("mBART", "MBartForConditionalGeneration", "MBart", *TRANSLATION),
-    row("Marian", "MarianMTModel", "Marian", *TRANSLATION),
-    row("ViT", "ViTForImageClassification", "ViT", *VISION),
-    row("BEiT", "BeitForImageClassification", "Beit", *VISION),
-    row("DINOv2", "Dinov2ForImageClassification", "Dinov2", *VISION),
-    row(
-        "ResNet",
-        "ResNetForImageClassification",
-        "ResNet",
-        SIZE_OF_RESNET,
-        image,
-        classification,
-        train=True,
-        input_shape=(1, 32, 32, 3),
-    ),
-    row(
-        "RegNet",
-        "RegNetForImageClassification",
-        "RegNet",
-        {**SIZE_OF_RESNET, "groups_width": 8},
-        image,
-        classification,
-        train=True,
-        input_shape=(1, 32, 32, 3),
-    ),
+    row("BART", "Bart", TRANSLATION, {**BART, **POSITIONS}),
+    row("mBART", "MBart", TRANSLATION, {**BART, **POSITIONS}),
+    row("Marian", "Marian", ("MTModel", *TRANSLATION[1:]), {**BART, **POSITIONS}),
+    row("ViT", "ViT", IMAGES, OF_VIT),
+    row("BEiT", "Beit", IMAGES, OF_VIT),
+    row("DINOv2", "Dinov2", IMAGES, OF_VIT),
+    row("ResNet", "ResNet", IMAGES, SIZE_OF_RESNET, **STATISTICS),
+    row("RegNet", "RegNet", IMAGES, {**SIZE_OF_RESNET, "groups_width": 8}, **STATISTICS),
     row(
         "CLIP",
-        "CLIPModel",
         "CLIP",
+        ("Model", text_and_image, contrast),
         {
             "text_config": {**SIZE, "eos_token_id": 2},
             "vision_config": SIZE_OF_VIT,
             "projection_dim": 32,
         },
-        text_and_image,
-        contrast,
     ),
     row(
         "Whisper",
-        "WhisperForConditionalGeneration",
         "Whisper",
-        {
-            **{n: v for n, v in SIZE_OF_BART.items() if n != "max_position_embeddings"},
-            "max_source_positions": LENGTH,
-            "max_target_positions": 2 * LENGTH,
-        },
-        spectrum,
-        translation,
+        (TRANSLATION[0], spectrum, translation),
+        {**BART, "max_source_positions": LENGTH, "max_target_positions": 2 * LENGTH},
         input_shape=(1, 80, 2 * LENGTH),
     ),
-    row(
-        "wav2vec2",
-        "Wav2Vec2ForCTC",
-        "Wav2Vec2",
-        {
-            "vocab_size": 32,
-            "hidden_size": WIDTH,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 2 * WIDTH,
-            "conv_dim": (32, 32, 32),
-            "conv_stride": (5, 4, 2),
-            "conv_kernel": (10, 8, 4),
-            "num_conv_pos_embeddings": 16,
-            "num_conv_pos_embedding_groups": 2,
-            "do_stable_layer_norm": True,
-            "feat_extract_norm": "layer",
-        },
-        speech,
-        transcription,
-    ),
+    row("wav2vec2", "Wav2Vec2", ("ForCTC", speech, transcription), OF_WAV2VEC2),
 )

@@ -15,7 +15,7 @@ import transformers
 from jax import lax
 
 from benchmarks.published import Generation, Row
-from benchmarks.published.hugging_face import BATCH, PAD, SIZE_OF_GPT, VOCABULARY
+from benchmarks.published.hugging_face import BATCH, PAD, SIZE_OF_GPT, VOCABULARY, first_params
 from benchmarks.published.hugging_face import LLAMA as SIZE_OF_LLAMA
 
 PROMPT, LENGTH = 8, 64
@@ -37,9 +37,7 @@ def make(
     """Makes a model; `options` go to `generate`."""
     config = config_class(**config, **NEVER_ENDS)
     model = model_class(config, dtype=jnp.dtype(dtype), _do_init=False)
-    # Compiled: an initialization one operation at a time takes longer than everything else.
-    initialize = jax.jit(functools.partial(model.init_weights, input_shape=model.input_shape))
-    params = initialize(jax.random.key(0)) if dtype == "float32" else None
+    params = first_params(model) if dtype == "float32" else None
     numbers = np.random.default_rng(0)
     mask = np.ones((BATCH, PROMPT), np.int32)
     mask[::2, : PROMPT // 4] = 0

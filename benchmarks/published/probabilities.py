@@ -1,32 +1,25 @@
 """NumPyro and FlowJAX: densities, by their own functions, of models from their examples."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
 import flowjax.bijections
 import flowjax.distributions
-import flowjax.flows
 import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from flowjax import flows
 from numpyro.contrib.module import flax_module
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.util import log_density
 
 from benchmarks.published import Model, Row
+from benchmarks.published._losses import model_of_loss
 
 KEY = jax.random.key(0)
-
-
-def make(apply: Any, params: Any, batch: Any) -> Model:
-    """Makes a model whose `apply(params, batch)` is the loss."""
-
-    def call(apply: Any, params: Any, batch: Any) -> Any:
-        return apply(params, batch)
-
-    return Model(apply, call, lambda loss, batch: loss, params, batch)
 
 
 def bayesian_network(x: Any, y: Any) -> None:
@@ -52,7 +45,7 @@ def bayesian() -> Model:
         density, _ = log_density(bayesian_network, (), batch, params)
         return -density / len(batch["x"])
 
-    return make(potential, params, batch)
+    return model_of_loss(potential, params, batch)
 
 
 def gaussian_process(x: Any, y: Any) -> None:
@@ -72,7 +65,7 @@ def process() -> Model:
     def potential(params: Any, batch: Any) -> Any:
         return -log_density(gaussian_process, (), batch, params)[0] / len(x)
 
-    return make(potential, params, {"x": x, "y": jnp.sin(3 * x)})
+    return model_of_loss(potential, params, {"x": x, "y": jnp.sin(3 * x)})
 
 
 class Decoder(nn.Module):
@@ -112,7 +105,7 @@ def autoencoder() -> Model:
     def loss(params: Any, batch: Any) -> Any:
         return Trace_ELBO().loss(KEY, params, decode, encode, batch["x"]) / len(x)
 
-    return make(loss, params, {"x": x})
+    return model_of_loss(loss, params, {"x": x})
 
 
 def flow(build: Any, **options: Any) -> Model:
@@ -123,27 +116,20 @@ def flow(build: Any, **options: Any) -> Model:
     def loss(params: Any, batch: Any) -> Any:
         return -eqx.combine(params, static).log_prob(batch["x"]).mean()
 
-    return make(loss, params, {"x": jax.random.normal(jax.random.key(1), (32, 8))})
+    return model_of_loss(loss, params, {"x": jax.random.normal(jax.random.key(1), (32, 8))})
 
 
-def masked_autoregressive() -> Model:
-    return flow(flowjax.flows.masked_autoregressive_flow)
-
-
-def coupling() -> Model:
-    spline = flowjax.bijections.RationalQuadraticSpline(knots=8, interval=4)
-    return flow(flowjax.flows.coupling_flow, transformer=spline)
-
-
-def block_neural() -> Model:
-    return flow(flowjax.flows.block_neural_autoregressive_flow)
-
-
+SPLINE = flowjax.bijections.RationalQuadraticSpline(knots=8, interval=4)
 ROWS = (
     Row("numpyro-bnn", "NumPyro, Bayesian network", bayesian),
     Row("numpyro-vae", "NumPyro, variational autoencoder", autoencoder),
     Row("numpyro-gp", "NumPyro, Gaussian process", process),
-    Row("flowjax-maf", "FlowJAX, masked autoregressive flow", masked_autoregressive),
-    Row("flowjax-coupling", "FlowJAX, coupling flow of splines", coupling),
-    Row("flowjax-bnaf", "FlowJAX, block neural flow", block_neural),
+    *(
+        Row(f"flowjax-{name}", f"FlowJAX, {title}", functools.partial(flow, build, **options))
+        for name, title, build, options in (
+            ("maf", "masked autoregressive flow", flows.masked_autoregressive_flow, {}),
+            ("coupling", "coupling flow of splines", flows.coupling_flow, {"transformer": SPLINE}),
+            ("bnaf", "block neural flow", flows.block_neural_autoregressive_flow, {}),
+        )
+    ),
 )

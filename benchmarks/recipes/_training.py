@@ -35,19 +35,35 @@ def half_unscaled(workload: Any) -> Training:
 
 def unscaled_update(workload: Any) -> Training:
     """The optimizer on the gradients, cast to float32."""
-    optimizer = workload.optimizer
+    return update_by(workload, workload.optimizer, lambda g: g.astype(jnp.float32))
+
+
+def update_by(
+    workload: Any,
+    tx: optax.GradientTransformation,
+    change: Callable[[jax.Array], jax.Array] = lambda gradient: gradient,
+    dtype: Any = jnp.float32,
+) -> Training:
+    """Returns updates of parameters of a dtype, of gradients that are changed one by one."""
 
     def init(key: jax.Array) -> Any:
-        params = workload.params(key)
-        return params, optimizer.init(params)
+        params = [p.astype(dtype) for p in workload.params(key)]
+        return params, tx.init(params)
 
     def step(state: Any, gradients: Any) -> Any:
-        params, opt_state = state
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
+        return update_of(tx)(*state, jax.tree.map(change, gradients)), None
 
     return Training(init, step)
+
+
+def update_of(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Returns `(params, state, gradients) -> (params, state)`."""
+
+    def update(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return update
 
 
 def _plain(workload: Any, dtype: Any) -> Training:
@@ -61,7 +77,7 @@ def _plain(workload: Any, dtype: Any) -> Training:
         params, statistics, opt_state = state
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, statistics), gradients = grad_fn(params, statistics, batch)
-        updates, opt_state = workload.optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), statistics, opt_state), loss
+        params, opt_state = update_of(workload.optimizer)(params, opt_state, gradients)
+        return (params, statistics, opt_state), loss
 
     return Training(init, step)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.recipes._training import HALF, Training
+from benchmarks.recipes._training import HALF, Training, update_by, update_of
 
 SCALE = 512.0
 PATIENCE = np.iinfo(np.int32).max
@@ -33,7 +33,8 @@ def training(workload: Any) -> Training:
             return SCALE * loss, (loss, new_statistics)
 
         gradients, (loss, updated) = jax.grad(scaled_loss, has_aux=True)(params)
-        params, opt_state = _step(optimizer, params, opt_state, gradients)
+        gradients = jax.tree.map(_unscaled, gradients)
+        params, opt_state = update_of(optimizer)(params, opt_state, gradients)
         select = lambda a, b: jnp.where(opt_state.last_finite, a, b)
         return (params, jax.tree.map(select, updated, statistics), opt_state), loss
 
@@ -41,20 +42,12 @@ def training(workload: Any) -> Training:
 
 
 def update(workload: Any) -> Training:
-    optimizer = _optimizer(workload)
-
-    def init(key: jax.Array) -> Any:
-        params = workload.params(key)
-        return params, optimizer.init(params)
-
-    return Training(init, lambda state, gradients: (_step(optimizer, *state, gradients), None))
+    return update_by(workload, _optimizer(workload), _unscaled)
 
 
 def _optimizer(workload: Any) -> Any:
     return optax.apply_if_finite(workload.optimizer, PATIENCE)
 
 
-def _step(optimizer: Any, params: Any, opt_state: Any, scaled_gradients: Any) -> Any:
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, scaled_gradients)
-    updates, opt_state = optimizer.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+def _unscaled(gradient: jax.Array) -> jax.Array:
+    return gradient.astype(jnp.float32) / SCALE

@@ -4,10 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jmp
-from benchmarks.recipes._training import HALF, Training
+from benchmarks.recipes._training import HALF, Training, update_by
 from jmp import transforms
 from jmp.adapters import linen
 
@@ -76,14 +75,4 @@ def _step_of(workload: Any, loss_fn: Any, policy: str, loss_scale: jmp.LossScale
 
 def _update(workload: Any, param_dtype: Any, optimizer: Any) -> Training:
     tx = transforms.with_loss_scale(optimizer, jmp.torch_loss_scale())
-
-    def init(key: jax.Array) -> Any:
-        params = [p.astype(param_dtype) for p in workload.params(key)]
-        return params, tx.init(params)
-
-    def step(state: Any, gradients: Any) -> Any:
-        params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    return Training(init, step)
+    return update_by(workload, tx, dtype=param_dtype)

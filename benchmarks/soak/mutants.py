@@ -34,18 +34,11 @@ LONGEST = 900  # seconds for the tests of one mutant; a loop without end is foun
 MESSAGES = "tests/project/test_mistakes.py"  # is of no file, and seconds long
 COMPILED = ("-m", "pytest", "-q", "-x", "-p", "no:xdist", "tests/h200", "tests/targets")
 LEFT_OUT = ("__main__.py", "_jax_compat.py")  # a command; code for versions that are not installed
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+)
+COMPARISONS = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 NOTHING = ("None", "False", "''")  # one is as good as another where the answer is no
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 

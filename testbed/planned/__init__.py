@@ -5,10 +5,4 @@
 
 from testbed.planned import basics, exact, islands, nested, values
 
-MODULES = {
-    "basics": basics,
-    "exact": exact,
-    "islands": islands,
-    "nested": nested,
-    "values": values,
-}
+MODULES = {"basics": basics, "exact": exact, "islands": islands, "nested": nested, "values": values}

@@ -4,8 +4,6 @@
 said otherwise: large enough to be recomputed.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,22 +11,9 @@ from jax import lax
 from jax.lax import Precision
 
 import jmp
-from testbed.planned.cases import (
-    IMAGE,
-    INDICES,
-    KERNEL,
-    ROW,
-    SMALL,
-    Case,
-    W,
-    X,
-    add_case,
-    conv,
-    struct,
-)
+from testbed.planned.cases import IMAGE, INDICES, KERNEL, ROW, SMALL, W, X, conv, new_cases, struct
 
-CASES: list[Case] = []
-planned = functools.partial(add_case, CASES)
+CASES, planned = new_cases()
 
 # Products, and what stands between two of them.
 

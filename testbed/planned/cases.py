@@ -27,14 +27,18 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def add_case(cases, *args, **options):
-    """Adds a program to `cases`."""
+def new_cases():
+    """Returns an empty list, and a decorator that adds programs for some arguments to it."""
+    cases: list[Case] = []
 
-    def add(fun):
-        cases.append(Case(fun, args, options))
-        return fun
+    def planned(*args, **options):
+        def add(fun):
+            cases.append(Case(fun, args, options))
+            return fun
 
-    return add
+        return add
+
+    return cases, planned
 
 
 def conv(x, kernel):

@@ -1,16 +1,13 @@
 """Plans of products that are no matrix products of a network; see `autocasting/_exact_products`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from testbed.planned.cases import INDICES, ROW, Case, W, X, add_case, struct
+from testbed.planned.cases import INDICES, ROW, W, X, new_cases, struct
 
-CASES: list[Case] = []
-planned = functools.partial(add_case, CASES)
+CASES, planned = new_cases()
 
 TABLE = np.float32(np.random.default_rng(0).normal(size=(128, 128)))
 TOKENS = struct(128, dtype=jnp.int32)

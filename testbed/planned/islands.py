@@ -3,28 +3,14 @@
 Arrays have 128 x 128 elements unless said otherwise: large enough to be recomputed.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import jmp
-from testbed.planned.cases import (
-    IMAGE,
-    INDICES,
-    KERNEL,
-    ROW,
-    Case,
-    W,
-    X,
-    add_case,
-    conv,
-    struct,
-)
+from testbed.planned.cases import IMAGE, INDICES, KERNEL, ROW, W, X, conv, new_cases, struct
 
-CASES: list[Case] = []
-planned = functools.partial(add_case, CASES)
+CASES, planned = new_cases()
 
 # What stands in front of an island, and what it keeps.
 

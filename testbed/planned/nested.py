@@ -3,26 +3,14 @@
 Arrays have 128 x 128 elements unless said otherwise: large enough to be recomputed.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from testbed.planned.cases import (
-    INDICES,
-    ROW,
-    SMALL,
-    Case,
-    W,
-    X,
-    add_case,
-    struct,
-)
+from testbed.planned.cases import INDICES, ROW, SMALL, W, X, new_cases, struct
 
-CASES: list[Case] = []
-planned = functools.partial(add_case, CASES)
+CASES, planned = new_cases()
 
 # Loops, branches, calls.
 

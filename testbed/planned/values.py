@@ -12,21 +12,9 @@ from jax import lax
 from jax.lax import Precision
 
 import jmp
-from testbed.planned.cases import (
-    IMAGE,
-    INDICES,
-    KERNEL,
-    ROW,
-    Case,
-    W,
-    X,
-    add_case,
-    conv,
-    struct,
-)
+from testbed.planned.cases import IMAGE, INDICES, KERNEL, ROW, W, X, conv, new_cases, struct
 
-CASES: list[Case] = []
-planned = functools.partial(add_case, CASES)
+CASES, planned = new_cases()
 
 # Operands, constants and arrays.
 
