@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jmp import _jax_compat
+from jmp._array_calls import replaced
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._lowerings import as_it_is, jvp, with_derivative
 from jmp.autocasting._steps import (
-    Dtypes,
     Environment,
     Function,
     Fused,
@@ -217,7 +218,9 @@ def _function_of(island: Island) -> Function:
     return recomputed(run_island) if not any(keeps) else _keeping(keeps, run_island, recomputed)
 
 
-def _keeping(keeps: Dtypes, run: Function, recomputed: Callable[[Function], Function]) -> Function:
+def _keeping(
+    keeps: Sequence[np.dtype | None], run: Function, recomputed: Callable[[Function], Function]
+) -> Function:
     """Returns an island that keeps some arrays in half; its derivative is that at the rounded ones.
 
     Args:
@@ -226,25 +229,20 @@ def _keeping(keeps: Dtypes, run: Function, recomputed: Callable[[Function], Func
       recomputed: makes a function that is computed again in the backward pass.
     """
 
-    def run_island(rounded: Sequence[Any], *arrays: Any) -> list[Any]:
-        pairs = zip(arrays, rounded, keeps, strict=True)
-        return run(*(_with_value(x, value) if keep else x for x, value, keep in pairs))
-
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        changes: list[Any] = jvp(partial(again, cast_all(primals, keeps)), primals, tangents)[1]
-        return changes
+        pairs = zip(primals, keeps, strict=True)
+        wide = [x.dtype if keep else None for x, keep in pairs]
+        moving = [i for i, change in enumerate(tangents) if not isinstance(change, SymbolicZero)]
 
-    again = recomputed(run_island)
+        def run_island(kept: Sequence[Any], changes: Sequence[Any]) -> list[Any]:
+            _, results = jvp(run, cast_all(kept, wide), replaced(tangents, moving, changes))
+            found: list[Any] = results
+            return found
+
+        again = recomputed(run_island)
+        return again(cast_all(primals, keeps), [tangents[i] for i in moving])
+
     return with_derivative(run, derivative)
-
-
-@jax.custom_jvp
-def _with_value(array: Any, value: Any) -> Any:
-    """Returns the value, cast; it changes as the array does, of which nothing is kept."""
-    return cast(value, array.dtype)
-
-
-_with_value.defjvp(lambda primals, tangents: (_with_value(*primals), tangents[0]))
 
 
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:

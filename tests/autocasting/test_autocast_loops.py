@@ -114,7 +114,8 @@ def states_and_gradients(function):
         last, read = function(ws)
         return sum((x**2).sum() for x in jax.tree.leaves((last, read))), last
 
-    gradients, last = jax.jit(jax.grad(loss, has_aux=True))(WS)
+    exactly = {"xla_allow_excess_precision": False}  # each rounding that is asked for is made
+    gradients, last = jax.jit(jax.grad(loss, has_aux=True), compiler_options=exactly)(WS)
     return last, gradients
 
 

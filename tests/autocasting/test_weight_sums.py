@@ -1,4 +1,4 @@
-"""Gradients of a loop's weights that are summed after several turns of it."""
+"""Gradients of a loop's weights that are summed after it, and what it keeps for them."""
 
 import functools
 
@@ -79,9 +79,9 @@ def stacked_products(loss, x):
     return sum(len(product.params["dimension_numbers"][0][0]) == 2 for product in products)
 
 
-def test_a_weight_has_one_product_for_several_turns():
+def test_a_weight_has_one_product_for_all_turns():
     assert stacked_products(recurrent, inputs(48)) == 2
-    assert stacked_products(recurrent, inputs(37)) == 0  # a prime number: turn by turn
+    assert stacked_products(recurrent, inputs(37)) == 2
 
 
 def test_results_that_are_larger_than_the_weights_are_not_stacked():
@@ -144,7 +144,7 @@ def test_turns_are_unrolled_as_they_were():
 
 @pytest.mark.parametrize(("half", "limit"), [("float16", 0.03), ("bfloat16", 0.15)])
 def test_derivatives_of_derivatives_do_not_stop_growing(half, limit):
-    """JAX adds their gradients up in half, within the turns that are stacked: not over all 4096."""
+    """The weight is not in motion in the first one, and so its gradient adds up turn by turn."""
     w, x = jnp.full((256, 4), 2.0**-9), jnp.ones((4096, 1, 256))
 
     def loss(w, scale):
@@ -160,9 +160,9 @@ def test_derivatives_of_derivatives_do_not_stop_growing(half, limit):
 
 
 def test_the_sum_is_float32():
-    """16,384 rows and turns of equal sign: in half the sum would stop growing."""
-    x = jnp.ones((64, 256, 8))
-    w = jnp.full((8, 2048), 2.0**-11)
+    """16,384 rows and turns of equal sign: in half the sum would stop growing, and overflow."""
+    x = jnp.full((64, 256, 8), 8.0)
+    w = jnp.full((8, 2048), 2.0**-14)
 
     def loss(w):
         return lax.scan(lambda total, x: (total + jnp.sum(jnp.tanh(x @ w)), None), 0.0, x)[0]
@@ -175,14 +175,49 @@ def test_the_sum_is_float32():
 def test_a_loop_with_effects_is_not_taken_apart(prints):
     """Its forms would stand in a custom derivative, in which JAX takes no effects."""
 
-    def loss(w, x):
+    def loss(params, x):
         def turn(h, x):
             if prints:
                 jax.debug.print("{}", x[0, 0])
-            return jnp.tanh(h @ w + x), None
+            return jnp.tanh(h @ params["w"] + x), None
 
         return jnp.sum(lax.scan(turn, jnp.zeros((ROWS, SIZE)), x)[0] ** 2)
 
-    gradient = jax.grad(jmp.autocast(loss, "mixed_float16"))
-    scans = named("scan", gradient, W, inputs(48))
-    assert ({e.params["length"] for e in scans} == {48}) == prints
+    assert stacked_products(loss, inputs(48)) == (not prints)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_states_are_kept_in_half_and_carried_in_float32(half):
+    """Of a gated unit: the state, what a product reads of it behind the loop, and no other."""
+
+    def loss(params, x):
+        def turn(h, x):
+            gate = jax.nn.sigmoid(h @ params["w"] + x)
+            h = gate * h + (1 - gate) * jnp.tanh(x)
+            return h, h
+
+        h, states = lax.scan(turn, jnp.zeros((ROWS, SIZE)), x @ params["v"])
+        return jnp.sum(h**2) + jnp.sum((states @ params["v"]) ** 2)
+
+    x = inputs(48)
+    lowered = jmp.autocast(loss, f"mixed_{half}", recompute="all")  # whatever the size
+    forwards, _ = named("scan", jax.grad(lowered), PARAMS, x)
+    carried, *stacked = forwards.outvars
+    assert carried.aval.dtype == jnp.float32
+    assert {v.aval.dtype for v in stacked if v.aval.size == x.size} == {jnp.dtype(half)}
+    found, expected = (jax.jit(jax.grad(f))(PARAMS, x) for f in (lowered, loss))
+    assert relative_error(found, expected) < 4 * float(jnp.finfo(half).eps)
+
+
+def test_what_has_few_digits_in_half_is_kept_in_float32():
+    """An angle that a product reads too: its sine's derivative is that at the angle itself."""
+
+    def loss(rate, w):
+        def turn(angle, _):
+            return angle + 1.0, (jnp.sin(rate * angle), angle @ w)
+
+        return jnp.sum(lax.scan(turn, jnp.full((ROWS, SIZE), 1000.25), None, length=48)[1][0])
+
+    lowered = jmp.autocast(loss, "mixed_bfloat16", recompute="all")
+    found, expected = (jax.grad(f)(3.0, W) for f in (lowered, loss))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

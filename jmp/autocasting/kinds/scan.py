@@ -58,10 +58,11 @@ class ScanKind(Kind):
                 times=times, prevent_cse=False, has_gradient=has_gradient
             )
             plan = level.plan_graph(inside.graph, [*closed, *infos, *rows], goes, context)
-            pairs = zip(plan.stores[scan.n_carry :], goes[scan.n_carry :], strict=True)
             # Rows of a float32 carry that only products read behind the loop are stacked in half.
-            stacked = (level.half if goes.rounded and x == FLOAT32 else x for x, goes in pairs)
-            stores = (*carries, *stacked)
+            stores = tuple(
+                level.half if dtype == FLOAT32 and where.rounded else dtype
+                for dtype, where in zip((*carries, *plan.stores[scan.n_carry :]), goes, strict=True)
+            )
             weights = find_weights(plan, in_half, level).difference(values)
             plan = plan.storing(stores).taking_as_is(weights)
             # Constants are rounded inside, but those that have no gradient.
