@@ -20,8 +20,8 @@ Shape = tuple[Any, ...]
 # A dimension that is a symbol counts as this long. Then all islands of a layer with a symbolic
 # batch are recomputed from width 4 on, as at a batch of 4096; at 64 none is at width 64.
 UNKNOWN = 4096
-# Arrays held in the program of at most this many elements are looked into. That takes 0.06 ms for
-# 2**16 elements, 1 ms for 2**18 and 9 ms for 2**20, for each array.
+# Arrays held in the program of at most this many elements are looked into. That takes 0.08 ms for
+# 2**16 elements, 1 ms for 2**20 and 16 ms for 2**22, for each array.
 LOOKED_AT = 1 << 16
 
 

@@ -180,6 +180,9 @@ LEFT = {
     "soft-capped scores": (
         lambda q, k, v: weigh(jax.nn.softmax(jnp.tanh(scores(q, k))), v),
         (), "tanh changes its scores"),
+    "scores and their own sums": (
+        lambda q, k, v: weigh(jax.nn.softmax(scores(q, k) + jnp.cumsum(scores(q, k), -1)), v),
+        (), "no bias with a gradient that differs from example to example"),
     "keys in reverse": (
         lambda q, k, v: weigh(jax.nn.softmax(scores(q, k)[..., ::-1]), v),
         (), "rev changes its scores"),
