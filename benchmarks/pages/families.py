@@ -25,18 +25,11 @@ MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
     "forces": "values of the first derivative are float32, which keeps digits that half loses",
-    "gru": (
-        "the state of the loop is float32, and what the backward pass reads of each turn is "
-        "copied once more, to add up the gradient of the weights in float32"
-    ),
     "neural-ode": "the state of the loop, to which each turn adds, is float32",
     "fourier-operator": "what the inverse Fourier transform returns is stored in float32",
     "densenet": (
         "the last norm, which only a mean reads, is stored in float32, and so is the input, which "
         "many layers read"
-    ),
-    "gradient-penalty": (
-        "a kernel is cast after it was reversed, so that XLA finds no backward convolution of cuDNN"
     ),
     "dlrm": (
         "the derivative of a lookup is added up in float32: `jnp.triu_indices` computes the places "
