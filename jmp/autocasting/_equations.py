@@ -7,7 +7,7 @@ Some equations are written in another primitive before anything is planned:
 - A product that contracts nothing, or only axes of length one, is an elementwise multiplication.
 - A product with booleans is one of float32 numbers, to which users cast them: exact in half too.
 - A psum over axes of the array itself, as vmap makes it, is a plain sum.
-- What the body of a scan only makes of its constants stands before the scan.
+- What the body of a scan joins of its constants is joined before the scan.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._loop_constants import arranged_constants, scan_after
+from jmp.autocasting._loop_constants import joined_constants, scan_after
 from jmp.autocasting._numbers import dtype_of, fits, is_inexact, length_of, shape_of, size_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._propagation import inner_equations
@@ -121,8 +121,8 @@ def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
         return None
     form: Callable[..., Any]
     types = tuple(atom.aval for atom in equation.invars)
-    if contains_products(equation, settings) and (arranged := arranged_constants(equation)):
-        form = functools.partial(scan_after, arranged, equation)
+    if contains_products(equation, settings) and (joined := joined_constants(equation)):
+        form = functools.partial(scan_after, joined, equation)
         return _placed(jax.make_jaxpr(form)(*types).jaxpr, equation)
     if contracts_nothing(equation):
         form = _multiplication

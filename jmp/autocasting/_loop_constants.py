@@ -1,4 +1,4 @@
-"""What a loop's body only makes of the loop's constants stands before the loop.
+"""What the body of a scan joins of the scan's constants is joined before it.
 
 The LSTM of Flax joins the kernels of its gates in each turn. Joined before the loop they are one
 weight: it is rounded once, and its gradient is one product (`_weight_sums`).
@@ -16,13 +16,14 @@ from jmp.autocasting._registry import rule_for
 from jmp.dtypes import FLOAT32
 
 
-def arranged_constants(equation: JaxprEqn) -> tuple[JaxprEqn, ...]:
-    """Returns the equations in a scan's body that arrange its constants, in order; of others none.
+def joined_constants(equation: JaxprEqn) -> list[JaxprEqn]:
+    """Returns the equations in a scan's body that join its constants, in order; of others none.
 
-    They join, slice, transpose or reshape them. What repeats them is larger than what it reads.
+    And those that slice, transpose or reshape them for it. A slice that is not joined to another
+    stays in the loop: before it, it would be a copy.
     """
     if equation.primitive.name != "scan" or equation.effects:
-        return ()
+        return []
     scan = _jax_compat.Scan.of(equation.params)
     body, _ = _jax_compat.open_jaxpr(scan.body)
     constants, found = set(body.invars[: scan.n_consts]), []
@@ -31,7 +32,13 @@ def arranged_constants(equation: JaxprEqn) -> tuple[JaxprEqn, ...]:
         if read and read <= constants and _arranges(inner):
             found.append(inner)
             constants.update(inner.outvars)
-    return tuple(found)
+    kept: list[JaxprEqn] = []
+    joined: set[Any] = set()
+    for inner in reversed(found):
+        if rule_for(inner.primitive.name).rearranges or not joined.isdisjoint(inner.outvars):
+            kept.append(inner)
+            joined.update(x for x in inner.invars if not isinstance(x, Literal))
+    return kept[::-1]
 
 
 def _arranges(equation: JaxprEqn) -> bool:
@@ -41,12 +48,12 @@ def _arranges(equation: JaxprEqn) -> bool:
     return is_float32 and (rule.hands_on or rule.rearranges) and not does_more
 
 
-def scan_after(arranged: Iterable[JaxprEqn], equation: JaxprEqn, *operands: Any) -> Any:
-    """Returns the results of a scan; `arranged` equations of its body stand before it."""
+def scan_after(joined: Iterable[JaxprEqn], equation: JaxprEqn, *operands: Any) -> Any:
+    """Returns the results of a scan; `joined` equations of its body stand before it."""
     scan = _jax_compat.Scan.of(equation.params)
     body, held = _jax_compat.open_jaxpr(scan.body)
     constants, _, _ = scan.split(operands)
-    known = _run(arranged, dict(zip(body.invars, constants, strict=False)))
+    known = _run(joined, dict(zip(body.invars, constants, strict=False)))
     rest = [inner for inner in body.eqns if known.keys().isdisjoint(inner.outvars)]
 
     def turn(*arrays: Any) -> list[Any]:
