@@ -1,4 +1,4 @@
-"""What the body of a scan joins of the scan's constants is joined before it.
+"""Joins before a scan the constants that its body joins.
 
 The LSTM of Flax joins the kernels of its gates in each turn. Joined before the loop they are one
 weight: it is rounded once, and its gradient is one product (`_weight_sums`).
