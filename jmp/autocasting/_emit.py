@@ -8,7 +8,7 @@ not take casts out of loops: there the plan says so, see `Nested.rounding`.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jmp import _jax_compat
-from jmp._array_calls import replaced
 from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._lowerings import as_it_is, jvp, with_derivative
+from jmp.autocasting._lowerings import as_it_is, jvp
 from jmp.autocasting._steps import (
     Environment,
     Function,
@@ -136,9 +134,10 @@ def _bound(step: Nested, operands: Sequence[Any]) -> Any:
     """Returns the results of one form of a nested equation."""
     equation, kind, body = step.node.equation, kind_of(step.node.name), step.probed
     if body is not None:
-        function = _as_function(body.plan)
-        run = lambda operands: kind.emit(equation, operands, [function])
-        return run_probed(run, _jax_compat.Scan.of(equation.params), body, operands)
+        params, function = equation.params, _as_function(body.plan)
+        shorter = equation.replace(params=dict(_jax_compat.with_length(params, body.turns)))
+        some_turns = lambda operands: kind.emit(shorter, operands, [function])
+        return run_probed(some_turns, _jax_compat.Scan.of(params), body, operands)
     return kind.emit(equation, operands, list(map(_as_function, step.insides)))
 
 
@@ -213,36 +212,7 @@ def _function_of(island: Island) -> Function:
         return run_island
     kept = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]
     policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
-    recomputed = partial(jax.checkpoint, prevent_cse=island.prevent_cse, policy=policy)
-    keeps = [read.kept for read in island.reads]
-    return recomputed(run_island) if not any(keeps) else _keeping(keeps, run_island, recomputed)
-
-
-def _keeping(
-    keeps: Sequence[np.dtype | None], run: Function, recomputed: Callable[[Function], Function]
-) -> Function:
-    """Returns an island that keeps some arrays in half; its derivative is that at the rounded ones.
-
-    Args:
-      keeps: the dtype of each array that is kept so, else None.
-      run: the island.
-      recomputed: makes a function that is computed again in the backward pass.
-    """
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        pairs = zip(primals, keeps, strict=True)
-        wide = [x.dtype if keep else None for x, keep in pairs]
-        moving = [i for i, change in enumerate(tangents) if not isinstance(change, SymbolicZero)]
-
-        def run_island(kept: Sequence[Any], changes: Sequence[Any]) -> list[Any]:
-            _, results = jvp(run, cast_all(kept, wide), replaced(tangents, moving, changes))
-            found: list[Any] = results
-            return found
-
-        again = recomputed(run_island)
-        return again(cast_all(primals, keeps), [tangents[i] for i in moving])
-
-    return with_derivative(run, derivative)
+    return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=policy)
 
 
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:
@@ -276,7 +246,7 @@ def _in_float32(value: Value, environment: Environment) -> Any:
 
 def read_value(read: Read, environment: Environment) -> Any:
     """Returns a value of a level, read as `read` says."""
-    value, dtype, shape, saturates, repeat, _ = read
+    value, dtype, shape, saturates, repeat = read
     array = environment[value] if value.literal is None else value.literal
     if dtype is None or not value.is_float32:
         return array

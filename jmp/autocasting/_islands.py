@@ -187,24 +187,6 @@ def repeated_numbers(values: Iterable[Value]) -> list[Value]:
     ]
 
 
-def kept_in_half(nodes: Sequence[Node], storage: Storage) -> set[Value]:
-    """Returns the float32 values that an island keeps in half, to be computed again.
-
-    They are what a turn of a loop starts with and a product reads too, such as the state of a GRU:
-    what is kept of them is stacked over the turns. Results are not rounded by it. The derivative is
-    that at the rounded values, as it is of the product.
-    """
-    # The sums of a norm would be other ones, and an angle has few digits in half.
-    if any(node.rule.reduces or node.rule.wraps for node in nodes):
-        return set()
-    return {
-        value
-        for value in entering(nodes)
-        if value.producer is None and value.is_float32 and value in storage.facts.dependent
-        if not storage.is_half(value) and any(user.is_product for user in value.users)
-    }
-
-
 class Cone(NamedTuple):
     """A linear function: the nodes that compute it, and the values that enter."""
 
@@ -330,7 +312,7 @@ def _key_of(island: Island) -> Hashable:
         )
 
     return (
-        tuple((name(read.value), read.value.aval, read.dtype, read.kept) for read in island.reads),
+        tuple((name(value), value.aval, dtype) for value, dtype, *_ in island.reads),
         tuple(map(describe, island.nodes)),
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         tuple((name(value), value.aval, repr(value.constant)) for value in island.numbers),

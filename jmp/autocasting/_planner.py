@@ -111,7 +111,6 @@ class Planner(Level):
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
         entering = _islands.entering(nodes)
         numbers = _islands.repeated_numbers(entering)
-        kept = _islands.kept_in_half(nodes, storage) if is_recomputed else set()
         # All readers of an input of a norm over rows share one cast, so that its cotangents add up
         # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
         # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
@@ -119,11 +118,7 @@ class Planner(Level):
         return Island(
             nodes=tuple(nodes),
             why=why,
-            reads=tuple(
-                Read(v, storage.dtype(v), kept=self.half if v in kept else None)
-                for v in entering
-                if v not in numbers
-            ),
+            reads=tuple(Read(v, storage.dtype(v)) for v in entering if v not in numbers),
             writes=tuple(storage.leaving(value, own) for value in leaving),
             is_recomputed=is_recomputed,
             shares_casts=is_recomputed and _islands.normalises_rows(nodes, self.facts.cuts),
@@ -221,7 +216,7 @@ class Planner(Level):
     # Single equations, and how they read.
 
     def _neutral(self, node: Node, is_sent: bool) -> Single:
-        if not is_sent and self._is_kernel(node):
+        if self._reverses_kernel(node):
             return self._single(node, Arithmetic.HALF)
         if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
@@ -238,17 +233,18 @@ class Planner(Level):
         self.storage.store(node.outputs, stores)
         return single._replace(stores=stores, lowering=lowering)
 
-    def _is_kernel(self, node: Node) -> bool:
-        """Returns whether a node reverses or transposes a parameter for one convolution.
+    def _reverses_kernel(self, node: Node) -> bool:
+        """Returns whether a node reverses the kernel of one convolution, and of nothing else.
 
-        As a derivative of a convolution does, taken inside the loss. XLA finds those of cuDNN by a
-        kernel that is reversed, and not if a cast comes after.
+        So does the derivative of a convolution, taken inside the loss. XLA calls cuDNN's derivative
+        where it sees the kernel reversed. It does not see it behind a cast.
         """
-        result = node.outputs[0]
-        if not node.rule.permutes or len(result.users) != 1 or result in self.facts.kept:
+        (result, *_) = node.outputs
+        if node.name != "rev" or len(result.users) != 1 or result in self.facts.kept:
             return False
         (reader,) = result.users
-        return result.is_float32 and reader.is_product and reader.name == "conv_general_dilated"
+        is_convolution = reader.is_product and reader.name == "conv_general_dilated"
+        return result.is_float32 and is_convolution and reader.inputs[1] is result
 
     def _wide(self, node: Node, why: str) -> Single:
         """Returns a step in half that reads parameters in float32, for the sake of gradients."""

@@ -44,7 +44,6 @@ class Read(NamedTuple):
     saturates: bool = False  # finite numbers are held within float16's range
     # Repeats the array to the shape in half; None: `_casts.repeated`, then a cast.
     repeat: Callable[[Any, Any, Any], Any] | None = None
-    kept: np.dtype | None = None  # what an island that is computed again keeps, if not as read
 
 
 class Write(NamedTuple):
@@ -157,6 +156,7 @@ class Probed(NamedTuple):
 
     plan: "Plan"
     probes: tuple[Probe, ...]
+    turns: int  # that are stacked for one product
 
 
 class IslandLowering(Protocol):

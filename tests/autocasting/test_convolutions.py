@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from tests.commands import in_full
 from tests.errors import assert_all_derivatives, assert_near, relative_error
+from tests.products import convolved, named
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
 FIRST = ("NCHW", "OIHW", "NCHW")
@@ -142,3 +143,29 @@ def test_it_maps_over_kernels_and_runs_in_a_loop():
             for f in (jmp.autocast(loss, "mixed_bfloat16", platform="tpu"), loss)
         )
         assert relative_error(found, exact) < 0.02
+
+
+def slope(kernel, images):
+    """The derivative of a convolution inside a loss, as that of a gradient penalty."""
+    return jax.grad(lambda x: jnp.sum(jnp.sin(convolved(x, kernel))))(images)
+
+
+def test_a_kernel_is_rounded_before_it_is_reversed():
+    """XLA calls cuDNN's derivative where it sees the kernel reversed, and not behind a cast."""
+    kernel, images = jnp.ones((3, 3, 4, 8)), jnp.ones((2, 8, 8, 4))
+    (reverse,) = named("rev", jmp.autocast(slope, "mixed_float16"), kernel, images)
+    assert reverse.outvars[0].aval.dtype == jnp.float16
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_the_gradient_of_a_kernel_adds_up_over_devices_in_float32(half):
+    """JAX casts the kernel to one that varies over devices; the transpose of that is a sum."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(kernel, images):
+        return jax.lax.psum(jnp.sum(convolved(images, kernel)), "data")
+
+    divided = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    gradient = jax.jit(jax.grad(jmp.autocast(divided, f"mixed_{half}")))
+    found = gradient(jnp.ones((1, 1, 4, 4)), jnp.ones((32, 64, 64, 4)))
+    np.testing.assert_array_equal(found, 131072.0)  # more than float16 holds

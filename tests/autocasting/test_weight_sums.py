@@ -82,6 +82,8 @@ def stacked_products(loss, x):
 def test_a_weight_has_one_product_for_all_turns():
     assert stacked_products(recurrent, inputs(48)) == 2
     assert stacked_products(recurrent, inputs(37)) == 2
+    assert stacked_products(recurrent, inputs(512)) == 2  # 256 turns together
+    assert stacked_products(recurrent, inputs(257)) == 0  # a prime number: turn by turn
 
 
 def test_results_that_are_larger_than_the_weights_are_not_stacked():
@@ -142,19 +144,25 @@ def test_turns_are_unrolled_as_they_were():
     assert 4 in {e.params["unroll"] for e in named("scan", gradient, W, inputs(48))}
 
 
+def tangent(f, w):
+    return sum(jax.jvp(lambda scale: f(w, scale), (1.0,), (1.0,)))
+
+
+def of_gradient(f, w):
+    return jnp.sum(jax.grad(f)(w, 1.0)) * 2.0**-9
+
+
+@pytest.mark.parametrize("first", [tangent, of_gradient])
 @pytest.mark.parametrize(("half", "limit"), [("float16", 0.03), ("bfloat16", 0.15)])
-def test_derivatives_of_derivatives_do_not_stop_growing(half, limit):
-    """The weight is not in motion in the first one, and so its gradient adds up turn by turn."""
+def test_derivatives_of_derivatives_do_not_stop_growing(half, limit, first):
+    """If the weight is in motion in the first, JAX adds up in half, but not over all 4096 turns."""
     w, x = jnp.full((256, 4), 2.0**-9), jnp.ones((4096, 1, 256))
 
     def loss(w, scale):
         turn = lambda total, x: (total + jnp.sum(jnp.tanh(scale * (x @ w))), None)
         return lax.scan(turn, 0.0, x)[0]
 
-    def gradient(f):
-        tangent = lambda w: sum(jax.jvp(lambda scale: f(w, scale), (1.0,), (1.0,)))
-        return jax.jit(jax.grad(tangent))(w)
-
+    gradient = lambda f: jax.jit(jax.grad(lambda w: first(f, w)))(w)
     found, expected = gradient(jmp.autocast(loss, f"mixed_{half}")), gradient(loss)
     assert relative_error(found, expected) < limit
 
@@ -187,8 +195,8 @@ def test_a_loop_with_effects_is_not_taken_apart(prints):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_states_are_kept_in_half_and_carried_in_float32(half):
-    """Of a gated unit: the state, what a product reads of it behind the loop, and no other."""
+def test_states_are_stacked_in_half_and_carried_in_float32(half):
+    """Of a gated unit: a product reads its states behind the loop."""
 
     def loss(params, x):
         def turn(h, x):
@@ -200,24 +208,44 @@ def test_states_are_kept_in_half_and_carried_in_float32(half):
         return jnp.sum(h**2) + jnp.sum((states @ params["v"]) ** 2)
 
     x = inputs(48)
-    lowered = jmp.autocast(loss, f"mixed_{half}", recompute="all")  # whatever the size
-    forwards, _ = named("scan", jax.grad(lowered), PARAMS, x)
-    carried, *stacked = forwards.outvars
-    assert carried.aval.dtype == jnp.float32
-    assert {v.aval.dtype for v in stacked if v.aval.size == x.size} == {jnp.dtype(half)}
+    lowered = jmp.autocast(loss, f"mixed_{half}")
+    (scan,) = named("scan", lowered, PARAMS, x)
+    assert [value.aval.dtype for value in scan.outvars] == [jnp.float32, half]
     found, expected = (jax.jit(jax.grad(f))(PARAMS, x) for f in (lowered, loss))
     assert relative_error(found, expected) < 4 * float(jnp.finfo(half).eps)
 
 
-def test_what_has_few_digits_in_half_is_kept_in_float32():
-    """An angle that a product reads too: its sine's derivative is that at the angle itself."""
+def decayed(h, w, x):
+    return h * jax.nn.sigmoid(h @ w + x), jnp.log(h)
 
-    def loss(rate, w):
-        def turn(angle, _):
-            return angle + 1.0, (jnp.sin(rate * angle), angle @ w)
 
-        return jnp.sum(lax.scan(turn, jnp.full((ROWS, SIZE), 1000.25), None, length=48)[1][0])
+def normalised(h, w, x):
+    """The forward pass of a hidden Markov model."""
+    h = (h @ jnp.abs(w)) * jnp.exp(x)
+    return h / h.sum(-1, keepdims=True), jnp.log(h)
 
-    lowered = jmp.autocast(loss, "mixed_bfloat16", recompute="all")
-    found, expected = (jax.grad(f)(3.0, W) for f in (lowered, loss))
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+def steep(h, w, x):
+    return h + 1e-3 * jnp.tanh(h @ w + x), jax.nn.sigmoid(20 * (h - 100))
+
+
+def differences(h, w, x):
+    return h + 1e-3 * jnp.tanh(h @ w + x), jnp.exp(-jnp.square((h[1:] - h[:-1]) * 50))
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("cell", "start"),
+    [(decayed, 1e-3), (normalised, 1e-3), (steep, 100.0), (differences, 3.0)],
+)
+def test_states_that_half_does_not_hold_are_kept_in_float32(cell, start, half):
+    """Rounded, a small one has no logarithm, and two large ones no difference."""
+
+    def loss(w, x):
+        turn = lambda h, x: cell(h, w, x)
+        return jnp.mean(lax.scan(turn, start + jnp.abs(BIAS) * jnp.full((ROWS, 1), 1e-3), x)[1])
+
+    x = inputs(24) / 8 - 1
+    lowered = jmp.autocast(loss, f"mixed_{half}", recompute="all")
+    found, expected = (jax.jit(jax.grad(f, 1))(W / 8, x) for f in (lowered, loss))
+    assert relative_error(found, expected) < 4 * float(jnp.finfo(half).eps)

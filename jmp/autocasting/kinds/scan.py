@@ -59,10 +59,9 @@ class ScanKind(Kind):
             )
             plan = level.plan_graph(inside.graph, [*closed, *infos, *rows], goes, context)
             # Rows of a float32 carry that only products read behind the loop are stacked in half.
-            stores = tuple(
-                level.half if dtype == FLOAT32 and where.rounded else dtype
-                for dtype, where in zip((*carries, *plan.stores[scan.n_carry :]), goes, strict=True)
-            )
+            rows_after = zip(plan.stores[scan.n_carry :], goes[scan.n_carry :], strict=True)
+            stacked = (level.half if to.rounded and x == FLOAT32 else x for x, to in rows_after)
+            stores = (*carries, *stacked)
             weights = find_weights(plan, in_half, level).difference(values)
             plan = plan.storing(stores).taking_as_is(weights)
             # Constants are rounded inside, but those that have no gradient.
@@ -76,7 +75,7 @@ class ScanKind(Kind):
             rounded = weights.intersection(constants)  # before the loop
             if has_gradient and rounded and not any(map(_jax_compat.has_named_axes, node.inputs)):
                 by_turn = [v if v in rounded else None for v in constants]
-                sums = probed(plan, by_turn, values, arrays)
+                sums = probed(plan, by_turn, values, arrays, scan.length)
                 nested = nested._replace(probed=sums)
             return nested.rounding([v in rounded for v in inside.inputs], level.half)
 
