@@ -121,7 +121,7 @@ def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
         return None
     form: Callable[..., Any]
     types = tuple(atom.aval for atom in equation.invars)
-    if contains_products(equation, settings) and (joined := joined_constants(equation)):
+    if (joined := joined_constants(equation)) and contains_products(equation, settings):
         form = functools.partial(scan_after, joined, equation)
         return _placed(jax.make_jaxpr(form)(*types).jaxpr, equation)
     if contracts_nothing(equation):

@@ -239,8 +239,10 @@ class Planner(Level):
         So does the derivative of a convolution, taken inside the loss. XLA calls cuDNN's derivative
         where it sees the kernel reversed. It does not see it behind a cast.
         """
-        (result, *_) = node.outputs
-        if node.name != "rev" or len(result.users) != 1 or result in self.facts.kept:
+        if node.name != "rev" or node.region.in_float32:
+            return False
+        (result,) = node.outputs
+        if len(result.users) != 1 or result in self.facts.kept:
             return False
         (reader,) = result.users
         is_convolution = reader.is_product and reader.name == "conv_general_dilated"
