@@ -82,6 +82,12 @@ def product_dtypes_of(jaxpr):
     return dict(counts)
 
 
+def operand_dtypes_of(jaxpr):
+    """Returns the dtypes that the products of a jaxpr read. Some have the float32 they add up."""
+    products = (e for e in equations(jaxpr) if e.primitive.name in PRODUCTS)
+    return {str(v.aval.dtype) for e in products for v in e.invars}
+
+
 @jax.custom_vjp
 def tanh_layer(x, w):
     """A layer with a derivative of its own: three products in all."""

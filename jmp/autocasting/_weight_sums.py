@@ -113,7 +113,7 @@ def probed(
             graph=graph,
             reads=(*plan.reads, *(None for _ in probes)),
             steps=tuple(lowered.get(nodes_of(step)[0], step) for step in plan.steps),
-            infos=(*plan.infos, *(Info(half, False) for _ in stacked)),
+            infos=(*plan.infos, *(Info(None, False) for _ in stacked)),
         ),
         tuple(probes),
         together,
@@ -203,7 +203,7 @@ def _some_turns(
         changes = []
         for probe, zero in zip(probes, addends, strict=True):
             row = probe.row
-            other = stacked[probe.other] if row is None else cast(arrays[row], half)
+            other = cast(stacked[probe.other] if row is None else arrays[row], half)
             weight = tangents[probe.position]
             is_moving = not is_zero[probe.position]
             changes.append(_stacked_product(probe, other, weight) if is_moving else zero)
