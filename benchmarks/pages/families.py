@@ -25,7 +25,6 @@ MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
     "forces": "values of the first derivative are float32, which keeps digits that half loses",
-    "gru": "cotangents of all turns are stacked, so that one product is the gradient of a weight",
     "neural-ode": "the state of the loop, to which each turn adds, is float32",
     "fourier-operator": "what the inverse Fourier transform returns is stored in float32",
     "densenet": (
