@@ -83,7 +83,7 @@ def product_dtypes_of(jaxpr):
 
 
 def operand_dtypes_of(jaxpr):
-    """Returns the dtypes that the products of a jaxpr read. Some have the float32 they add up."""
+    """Returns the dtypes that products read; a result may be the float32 that it is added up in."""
     products = (e for e in equations(jaxpr) if e.primitive.name in PRODUCTS)
     return {str(v.aval.dtype) for e in products for v in e.invars}
 

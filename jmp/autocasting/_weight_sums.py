@@ -7,8 +7,7 @@ these are stacked, and multiplied behind the loop.
 
 In the tangent of the loop each such product has a *probe*, an addend of which only the tangent is
 used. Its tangent is the product of what was multiplied, stacked, and the tangent of the weight,
-computed before the loop of tangents. The transpose of that is the product behind the turns. Its
-result is float32.
+computed before the loop of tangents. The transpose of that is the product behind the turns.
 """
 
 import dataclasses
@@ -216,11 +215,19 @@ def _some_turns(
 
 
 def _stacked_product(probe: Probe, stacked: Any, change: Any) -> Any:
-    """Returns the products of what was multiplied at each turn and the change of a weight."""
-    position = probe.step.node.inputs.index(probe.weight)
+    """Returns the products of what was multiplied at each turn and the change of a weight.
+
+    In float16 the gradient of the weight comes out in float32: the sum of all turns may be beyond
+    its range. In bfloat16 it is rounded, as all gradients of weights are.
+    """
+    step, position = probe.step, probe.step.node.inputs.index(probe.weight)
+    is_float16 = stacked.dtype == np.float16
+    weight = change if is_float16 else cast(change, stacked.dtype)
 
     def product(other: Any) -> Any:
-        factors = (other, change) if position == 1 else (change, other)
-        return weight_product_p.bind(*factors, weight=position, **probe.step.params)
+        factors = (other, weight) if position == 1 else (weight, other)
+        if is_float16:
+            return weight_product_p.bind(*factors, weight=position, **step.params)
+        return as_it_is(step)(factors)[0]
 
     return jax.vmap(product)(stacked)
