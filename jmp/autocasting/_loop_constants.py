@@ -17,10 +17,10 @@ from jmp.dtypes import FLOAT32
 
 
 def joined_constants(equation: JaxprEqn) -> list[JaxprEqn]:
-    """Returns the equations in a scan's body that join its constants, in order; of others none.
+    """Returns the equations in the body of a scan that join its constants, in order.
 
-    And those that slice, transpose or reshape them for it. A slice that is not joined to another
-    stays in the loop: before it, it would be a copy.
+    Those that slice, transpose or reshape what is joined are among them. A slice by itself stays in
+    the loop: before the loop it would be a copy. An equation that is no scan has none.
     """
     if equation.primitive.name != "scan" or equation.effects:
         return []
@@ -28,7 +28,7 @@ def joined_constants(equation: JaxprEqn) -> list[JaxprEqn]:
     body, _ = _jax_compat.open_jaxpr(scan.body)
     constants, found = set(body.invars[: scan.n_consts]), []
     for inner in body.eqns:
-        read = {x for x in inner.invars if not isinstance(x, Literal)}
+        read = _variables_of(inner)
         if read and read <= constants and _arranges(inner):
             found.append(inner)
             constants.update(inner.outvars)
@@ -37,8 +37,12 @@ def joined_constants(equation: JaxprEqn) -> list[JaxprEqn]:
     for inner in reversed(found):
         if rule_for(inner.primitive.name).rearranges or not joined.isdisjoint(inner.outvars):
             kept.append(inner)
-            joined.update(x for x in inner.invars if not isinstance(x, Literal))
+            joined |= _variables_of(inner)
     return kept[::-1]
+
+
+def _variables_of(equation: JaxprEqn) -> set[Any]:
+    return {atom for atom in equation.invars if not isinstance(atom, Literal)}
 
 
 def _arranges(equation: JaxprEqn) -> bool:
