@@ -41,5 +41,9 @@ def versions_of(machine: dict[str, Any]) -> str:
 
 def failures(recipes: dict[str, Any]) -> str:
     """Returns a line for every recipe that did not run, with its reason."""
-    lines = [f"- {TITLES[n]}: not run: {r['error']}" for n, r in recipes.items() if "error" in r]
+    lines = [
+        f"- {TITLES.get(name, name)}: not run: {found['error']}"
+        for name, found in recipes.items()
+        if "error" in found
+    ]
     return "\n" + "\n".join(lines) + "\n" if lines else ""

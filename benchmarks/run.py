@@ -36,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import families, programs, targets, wire, workloads
+from benchmarks import families, gpu_parts, programs, targets, wire, workloads
 from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
@@ -48,7 +48,16 @@ CONTROL = "by-hand again"  # the same recipe in a second process: what chance al
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
 COUNTING = ("compiled", "checks", "wire", "programs", "targets", "families")  # without a device
-ROWS = (*WORKLOADS, *UPDATES, *wire.CASES, *programs.GROUPS, *targets.ROWS, *families.FAMILIES)
+# The most telling first: time on a GPU is short.
+GPU_ROWS = (
+    *WORKLOADS[:2],
+    *gpu_parts.ATTENTIONS,
+    *gpu_parts.FAMILY_PARTS,
+    *UPDATES,
+    *gpu_parts.OTHERS,
+    *WORKLOADS[2:],
+)
+ROWS = (*GPU_ROWS, *wire.CASES, *programs.GROUPS, *targets.ROWS, *families.FAMILIES)
 NAMES = [row.name for row in ROWS]
 
 
@@ -86,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def rows_of(suite: str) -> tuple[Any, ...]:
     others = {"wire": wire.CASES, "programs": programs.GROUPS, "targets": targets.ROWS}
-    others["families"] = tuple(families.FAMILIES)
+    others |= {"families": tuple(families.FAMILIES), "gpu": GPU_ROWS}
     return others.get(suite, (*WORKLOADS, *UPDATES))
 
 
@@ -236,6 +245,18 @@ def timed_suite(
     return {"recipes": results, **flops}
 
 
+def gpu_suite(row: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
+    """Times training steps and updates, each recipe in a process; of a part, all ways in one."""
+    if not isinstance(row, gpu_parts.Part):
+        return timed_suite(row, arguments, tick)
+    options = {"part": row.name, "rehearse": arguments.rehearse, "rounds": arguments.rounds}
+    with workers([BASELINE]) as found:
+        answer = found[BASELINE].ask("part", **options)
+    tick()
+    # A process that failed is that of all ways.
+    return {"recipes": {row.baseline: answer} if "error" in answer else answer}
+
+
 def prepared(
     found: dict[str, Process], options: dict[str, Any], arguments: argparse.Namespace, tick: Any
 ) -> dict[str, Any]:
@@ -286,7 +307,7 @@ SUITES = {
     "targets": targets_suite,
     # Compile and trace times are told: one job at a time.
     "families": functools.partial(targets_suite, do="family", jobs_of=families.jobs, together=1),
-    "gpu": timed_suite,
+    "gpu": gpu_suite,
     "cpu": cpu_suite,
 }
 
@@ -336,7 +357,7 @@ def main() -> None:
             kept = results["workloads"].setdefault(workload.name, {"recipes": {}})
             recipes = kept["recipes"] | measured.pop("recipes")
             title = workload.title
-            if arguments.suite in ("compiled", "checks", "gpu", "cpu"):
+            if isinstance(workload, workloads.Workload | Update):
                 title = workloads.find(workload.name, arguments.rehearse).title
             kept |= {"title": title, "recipes": recipes} | measured
             # After each: a run that is cut short loses one workload.

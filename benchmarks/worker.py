@@ -108,6 +108,13 @@ class Worker:
             - memory.alias_size_in_bytes,
         }
 
+    def part(self, part: str, rehearse: bool, rounds: int) -> dict[str, Any]:
+        """Times the ways of a part on this machine's device, and compares their results."""
+        from benchmarks import gpu_parts
+
+        with jax.numpy_rank_promotion("allow"):
+            return gpu_parts.measured(part, rehearse, rounds)
+
     def time(self, steps: int) -> dict[str, Any]:
         """Takes some steps and returns their seconds, waiting for the device once at the end."""
         jax.block_until_ready(self._state)

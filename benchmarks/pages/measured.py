@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks._tables import TITLES, failures, found_of, section, table, total, versions_of
+from benchmarks.gpu_parts import PARTS
 from benchmarks.pages.registry import figure, read
 from benchmarks.run import BASELINE, CONTROL
 from benchmarks.workloads import UPDATES, WORKLOADS
@@ -80,6 +81,25 @@ def gpu(results: dict[str, Any]) -> str:
         headers += ["GB planned", "GB peak"]
         text += section(found, headers, rows)
     return text
+
+
+@figure("gpu/parts")
+def gpu_parts(results: dict[str, Any]) -> str:
+    """Returns a table for each part that was timed, and a sentence if none was."""
+    text = ""
+    for part, found in found_of(results, PARTS):
+        rows = [
+            [
+                way,
+                f"{1e3 * measured['seconds']:.2f}",
+                ratio_text(measured),
+                f"{measured['deviation']:.2g}" if "deviation" in measured else "",
+            ]
+            for way, measured in found["recipes"].items()
+            if "error" not in measured
+        ]
+        text += section(found, ["way", "ms", f"over {part.baseline}", "deviation"], rows)
+    return text or "None of these parts was timed so far.\n"
 
 
 @figure("cpu/tables")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks import models, programs, targets, worker, workloads
+from benchmarks import gpu_parts, models, programs, targets, worker, workloads
 from benchmarks._tables import TITLES
 from benchmarks.pages import measured as measured_page
 from benchmarks.pages import recipes as recipes_page
@@ -206,6 +206,25 @@ def test_attention_of_cudnn_is_for_models_with_attention_and_not_for_a_cpu():
 MACHINE = dict.fromkeys(
     ("device", "driver", "platform_version", "python", "jax", "jaxlib", "flax", "optax"), "1.0"
 )
+
+
+def test_a_rehearsal_of_the_parts_writes_what_their_page_reads(results_of):
+    (family,) = (row for row in gpu_parts.FAMILY_PARTS if row.name == "family-physics")
+    parts = [*gpu_parts.ATTENTIONS[:1], family, *gpu_parts.OTHERS[:2], gpu_parts.OTHERS[-1]]
+    names = [part.name for part in parts]
+    results = results_of("gpu", *names, "--rehearse", "--rounds=8")
+    for part in parts:
+        ways = results["workloads"][part.name]["recipes"]
+        assert ways[part.baseline]["ratio"] == 1
+        assert not [way for way, found in ways.items() if "error" in found]
+        if gpu_parts.EXACT in ways:
+            deviations = {way: found["deviation"] for way, found in ways.items()}
+            assert deviations.pop(gpu_parts.EXACT) == 0
+            assert all(0 < deviation < 0.01 for deviation in deviations.values())
+        assert part.title in measured_page.gpu_parts(results)
+    # Another process, or another day: what the file has is left, and the rest goes on.
+    again = results_of("gpu", *names, "--rehearse", "--rounds=8", "--resume", "--minutes=-1")
+    assert again == results
 
 
 @pytest.mark.full
