@@ -27,6 +27,7 @@ from benchmarks.processes import ROOT
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.tpus import compile_placed_for_tpus
 from testbed.machines.wire import h200s, v5es, wire
+from testbed.relative_errors import relative_error
 
 P = PartitionSpec
 DEVICES = (2, 8, 64)
@@ -95,7 +96,7 @@ def error(form: str, kind: str, devices: int) -> float:
     step = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=specs, out_specs=P("data")))
     found = np.asarray(step(jnp.zeros(gradients.shape[1:]), gradients), np.float64)
     exact = gradients.astype(np.float64).sum(0)
-    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+    return relative_error(found, exact)
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -14,20 +14,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import jmp
-from benchmarks import families
+from benchmarks import families, workloads
 from benchmarks._names import named
 from benchmarks.families._layers import FAMILIES
 from benchmarks.pairing import paired
+from benchmarks.processes import failure
 from benchmarks.recipes._training import update_of
 from benchmarks.workloads import UPDATES
 from testbed.decoding import SMALL, Decoder
 from testbed.machines import attentions, float8_steps
+from testbed.relative_errors import relative_error
 
-HALF = "float16"
 BASELINE, BFLOAT16, EXACT = "by hand", "bfloat16", "exact float32"
 Programs = dict[str, tuple[Callable[..., Any], Any]]  # a function and its arguments
 
@@ -39,7 +39,8 @@ class Part:
     Attributes:
       name: as in `--only`.
       title: as in the report.
-      programs: makes each way's function and arguments; small, if it is given True.
+      programs: makes each way's function and arguments, `EXACT` first if there is one; small, if
+        it is given True.
       baseline: the way that ratios are to.
     """
 
@@ -56,10 +57,10 @@ def _attention(module: Any, small: bool) -> Programs:
     padding = jnp.arange(shape[1]) < jnp.array([[shape[1] - 8]] * shape[0])
     arguments = module().init(jax.random.key(1), x, padding), x, padding
     steps = {
+        EXACT: attentions.step(module()),
         BASELINE: attentions.step(module(jnp.float16)),
         "autocast": attentions.step(module(), attention="plain"),
         "fused": attentions.step(module(), attention="fused"),
-        EXACT: attentions.step(module()),
     }
     return {way: (step, arguments) for way, step in steps.items()}
 
@@ -69,21 +70,22 @@ def _family(family: Any, small: bool) -> Programs:
     layers = families.TIMED
     sizes = family.small if small else family.sizes
     params, inputs = families.drawn(family, layers, sizes)
-    ways = {BASELINE: families.BASE, "autocast": "autocast", EXACT: "float32"}
-    step = lambda way: families.step_of(family, way, HALF, layers, sizes)
+    ways = {EXACT: "float32", BASELINE: families.BASE, "autocast": "autocast"}
+    step = lambda way: families.step_of(family, way, "float16", layers, sizes)
     return {title: (step(way), (params, *inputs)) for title, way in ways.items()}
 
 
 def _decoding(small: bool) -> Programs:
-    """Tokens of a transformer with a cache; tokens that differ make other log-probabilities."""
+    """The log-probabilities of the tokens that a transformer with a cache generates."""
     sizes = SMALL if small else {}
     arguments = Decoder(**sizes).example()
     decoders = {
+        EXACT: Decoder(**sizes),
         BASELINE: Decoder(jnp.float16, **sizes),
         "autocast": jmp.autocast(Decoder(**sizes), "mixed_float16"),
-        EXACT: Decoder(**sizes),
     }
-    return {way: (decoder, arguments) for way, decoder in decoders.items()}
+    scores = lambda decoder: lambda *given: decoder(*given)[1]
+    return {way: (scores(decoder), arguments) for way, decoder in decoders.items()}
 
 
 def _float8(title: str, small: bool) -> Programs:
@@ -113,7 +115,7 @@ def _small_states(small: bool) -> Programs:
     """An Adam update of parameters and states that are stored in several ways."""
     from benchmarks.small_states import STRATEGIES  # which imports what runs this
 
-    shapes = UPDATES[0].shapes[:: 30 if small else 1]
+    shapes = workloads.find(UPDATES[0].name, small).shapes
     found: Programs = {}
     for way, strategy in STRATEGIES.items():
         optimizer = strategy(optax.adam(1e-3))
@@ -145,7 +147,7 @@ OTHERS = (
         Part(f"float8-{place}", f"Float8: {title}", functools.partial(_float8, title), BFLOAT16)
         for place, title in enumerate(float8_steps.FULL_SIZES)
     ),
-    Part("small-states", UPDATES[0].title, _small_states, "full"),
+    Part("small-states", f"{UPDATES[0].title}, each way to store", _small_states, "full"),
 )
 PARTS = (*ATTENTIONS, *FAMILY_PARTS, *OTHERS)
 
@@ -153,43 +155,34 @@ PARTS = (*ATTENTIONS, *FAMILY_PARTS, *OTHERS)
 def measured(name: str, small: bool, rounds: int) -> dict[str, dict[str, Any]]:
     """Returns for each way what `paired` says of it and its `deviation`, or `{"error": sentence}`.
 
-    The deviation is the norm of the difference to exact float32, over the norm of that.
+    The deviation is the relative error to exact float32; a part without that way has none.
     """
     part = named("part", name, PARTS)
-    programs = part.programs(small)
-    failed, timed, results = {}, {}, {}
-    for way, (function, arguments) in programs.items():
-        precision = "highest" if way == EXACT else None
+    timed: dict[str, Callable[[int], float]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    exact = None
+    for way, (function, arguments) in part.programs(small).items():
         try:
-            with jax.default_matmul_precision(precision):
+            with jax.default_matmul_precision("highest" if way == EXACT else None):
                 compiled = jax.jit(function).lower(*arguments).compile()
-            results[way] = jax.block_until_ready(compiled(*arguments))
+            result = jax.block_until_ready(compiled(*arguments))
         except Exception as error:  # one way that fails is a line of the report
-            failed[way] = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+            found[way] = failure(error)
             continue
+        exact = result if way == EXACT else exact
+        found[way] = {} if exact is None else {"deviation": relative_error(result, exact)}
         timed[way] = functools.partial(_seconds, compiled, arguments)
     if part.baseline not in timed:
-        return failed
+        return {way: answer for way, answer in found.items() if "error" in answer}
     step_seconds = timed[part.baseline](2) / 2
-    found = paired(timed, step_seconds, part.baseline, rounds) | failed
-    if EXACT in results:
-        for way in timed:
-            found[way]["deviation"] = _deviation(results[way], results[EXACT])
-    return found
+    ratios = paired(timed, step_seconds, part.baseline, rounds)
+    return {way: answer | ratios.get(way, {}) for way, answer in found.items()}
 
 
 def _seconds(compiled: Callable[..., Any], arguments: Any, steps: int) -> float:
+    """Runs a program some times, and waits for the device once at the end."""
     started = time.perf_counter()
-    jax.block_until_ready([compiled(*arguments) for _ in range(steps)][-1])
+    for _ in range(steps):
+        result = compiled(*arguments)  # the one before is let go: results of all would fill memory
+    jax.block_until_ready(result)
     return time.perf_counter() - started
-
-
-def _deviation(result: Any, exact: Any) -> float:
-    """Returns the norm of the difference of all floating results, over the norm of the exact."""
-
-    def flat(tree: Any) -> np.ndarray:
-        leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-        return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in leaves])
-
-    wide = flat(exact)
-    return float(np.linalg.norm(flat(result) - wide) / np.linalg.norm(wide))

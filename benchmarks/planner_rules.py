@@ -47,6 +47,7 @@ from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
 from testbed.passes import without_pass
+from testbed.relative_errors import numbers, relative_error
 
 RESULTS = pathlib.Path("results/planner_rules.json")
 HALVES = {"float16": 2.0**12, "bfloat16": 1.0}  # and the loss scale
@@ -304,11 +305,6 @@ def gradient_of(model: Model, loss: Callable[..., Any], scale: float) -> Any:
     return jax.jit(jax.grad(scaled)).lower(*made(model)[1:2], *made(model)[2])
 
 
-def numbers(tree: Any) -> np.ndarray:
-    """Returns all numbers of a tree, in float64."""
-    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
-
-
 @functools.cache
 def in_float32(model: Model) -> np.ndarray:
     """Returns the gradient without autocast."""
@@ -329,8 +325,7 @@ def errors(model: Model, base: dict[str, Any] | None) -> dict[str, Any]:
             found[half] = base[half]
             continue
         got = numbers(lowered.compile()(params, *batch)) / scale
-        error = np.linalg.norm(got - reference) / np.linalg.norm(reference)
-        found[half] = {"text": text, "error": float(error)}
+        found[half] = {"text": text, "error": relative_error(got, reference)}
     return found
 
 

@@ -12,6 +12,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
 
 
+def failure(error: Exception) -> dict[str, str]:
+    """Returns the answer of something that raised an error: its first line."""
+    return {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+
+
 class Process:
     """A worker that is asked one thing at a time.
 

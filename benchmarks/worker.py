@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks import recipes, workloads
+from benchmarks.processes import failure
 
 
 class Worker:
@@ -236,7 +237,7 @@ def obey(worker: Any) -> None:
                 answer = getattr(worker, command.pop("do"))(**command)
             except Exception as error:  # a recipe that fails is a line of the report
                 traceback.print_exc()
-                answer = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+                answer = failure(error)
             print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import jmp
 from testbed.random_programs import OPERATIONS, TRANSFORMATIONS, multiply, multiplying_by, program
+from testbed.relative_errors import numbers, relative_error
 
 LOSS_SCALE = 2.0**16
 POWERS = range(-12, 13)
@@ -89,7 +90,7 @@ def errors(given: Case) -> Errors | None:
     def gradient(fun, scale):
         scaled = lambda weights, x: scale * fun(weights, x).astype(jnp.float32)
         found = jax.jit(jax.grad(scaled))(weights, x)
-        return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in found]) / scale
+        return numbers(found) / scale
 
     try:
         exact = gradient(loss, 1.0)
@@ -115,6 +116,4 @@ def errors(given: Case) -> Errors | None:
 
 
 def _relative_error(found: np.ndarray, exact: np.ndarray) -> float:
-    if not np.isfinite(found).all():
-        return np.inf
-    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+    return relative_error(found, exact) if np.isfinite(found).all() else np.inf

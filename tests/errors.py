@@ -7,16 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp
+from testbed.relative_errors import relative_error as relative_error
 from tests.products import half_product
-
-
-def relative_error(got, expected):
-    """The L2 error over all arrays of a tree, over the norm of what is expected; in float64."""
-    a, b = (
-        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
-        for tree in (got, expected)
-    )
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def largest_error(got, expected):

@@ -24,6 +24,7 @@ from benchmarks.families._layers import FAMILIES, Family, Net
 from benchmarks.targets import BASE, Job
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for
+from testbed.relative_errors import numbers, relative_error
 
 DEPTHS = (2, 6, 12)
 TIMED = 2  # layers of the programs whose compile and trace times are told
@@ -143,9 +144,8 @@ def errors(family: Family, half: str, seeds: int, layers: int = 2) -> dict[str, 
         for way, step in steps.items():
             with jax.enable_x64(way == "float64"):
                 params, inputs = wide if way == "float64" else arguments
-                leaves = jax.tree.leaves(step(params, *inputs)[1])
-            gradients[way] = np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in leaves])
+                gradients[way] = numbers(step(params, *inputs)[1])
         exact = gradients.pop("float64")
         for way, gradient in gradients.items():
-            found[way].append(float(np.linalg.norm(gradient - exact) / np.linalg.norm(exact)))
+            found[way].append(relative_error(gradient, exact))
     return {way: {"error": statistics.median(listed)} for way, listed in found.items()}

@@ -25,11 +25,11 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jmp
-from benchmarks.planner_rules import numbers
 from benchmarks.processes import ROOT
 from jmp import diagnostics
 from testbed.gpt2 import GPT2, gpt2
 from testbed.models import MODELS, cross_entropy
+from testbed.relative_errors import relative_error
 from testbed.small_products import small_is_float8
 
 PRECISIONS = ("bfloat16", "float8")
@@ -75,12 +75,11 @@ def of_gradients(console: Console) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     with small_is_float8(), jax.numpy_rank_promotion("allow"):
         for title, (loss, params, batch) in programs.items():
-            exact = numbers(jax.jit(jax.grad(loss))(params, *batch))
+            exact = jax.jit(jax.grad(loss))(params, *batch)
             found[title] = {}
             for precision in PRECISIONS:
                 ours = jax.grad(jmp.autocast(loss, f"mixed_{precision}"))
-                error = numbers(jax.jit(ours)(params, *batch)) - exact
-                found[title][precision] = float(np.linalg.norm(error) / np.linalg.norm(exact))
+                found[title][precision] = relative_error(jax.jit(ours)(params, *batch), exact)
             row = ", ".join(f"{name} {error:.4f}" for name, error in found[title].items())
             console.print(f"gradient at the start, {title}: {row}")
     return found

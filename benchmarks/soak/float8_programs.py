@@ -28,6 +28,7 @@ import jmp
 from benchmarks.processes import ROOT
 from jmp.autocasting.float8 import _arithmetic
 from testbed.float8_programs import program
+from testbed.relative_errors import numbers, relative_error
 from testbed.small_products import small_is_float8
 
 Array = Any
@@ -129,11 +130,10 @@ def compare(number: int) -> dict[str, Any]:
 
     def gradient(policy: str | None, rounds: Callable[[Any], Any] = lambda x: x) -> np.ndarray:
         given = around(lambda f: jmp.autocast(f, policy, **options) if policy else f)
-        leaves = jax.jit(jax.grad(given))([*map(rounds, params)], rounds(x))
-        return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in leaves])
+        return numbers(jax.jit(jax.grad(given))([*map(rounds, params)], rounds(x)))
 
     exact = gradient(None)
-    error = lambda got: float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+    error = lambda got: relative_error(got, exact)
     multiplied = _arithmetic.multiply
     with mock.patch.object(_arithmetic, "multiply", multiply):
         float8 = error(gradient(policy))
