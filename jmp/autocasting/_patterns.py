@@ -1,15 +1,15 @@
 """Softmaxes of a level, found once for all passes that lower them.
 
-A softmax, or a log-sum-exp, adds up powers of each row. Mostly the row's maximum is subtracted
-before, and the powers are divided by their sum afterwards.
+A softmax, or a log-sum-exp, adds up powers along some axes. Mostly their maximum is subtracted
+before, and the powers are divided by their sum afterwards. All powers that are added up together
+are a row here; mostly rows are along the last axis.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, downstream, source_through
-from jmp.autocasting._numbers import Shape
 
 
 class Shift(NamedTuple):
@@ -35,8 +35,12 @@ class Softmax(NamedTuple):
         return self.exp.inputs[0]
 
     def within(self, nodes: Set[Node]) -> "Softmax | None":
-        """Returns what of it is computed by some nodes that are fused; None if no sum is."""
-        if self.total not in nodes or self.exp not in nodes:
+        """Returns what of it is computed by some nodes that are fused.
+
+        Returns: None if no sum is, or if it is not of float32 rows along the last axes.
+        """
+        is_of_rows = self.total.inputs[0].is_float32 and is_row_reduction(self.total)
+        if not is_of_rows or self.total not in nodes or self.exp not in nodes:
             return None
         shift, division = self.shift, self.division
         is_shifted = shift is not None and {shift.sub, shift.maxima} <= nodes
@@ -46,10 +50,10 @@ class Softmax(NamedTuple):
 
 
 def softmaxes_of(nodes: Iterable[Node]) -> list[Softmax]:
-    """Returns the softmaxes among the nodes of a level."""
+    """Returns the softmaxes among the nodes of a level, over any axes."""
     found = []
     for total in nodes:
-        if total.name == "reduce_sum" and total.inputs[0].is_float32 and is_row_reduction(total):
+        if total.name == "reduce_sum":
             exp = total.inputs[0].producer
             if exp is not None and exp.name == "exp":
                 found.append(Softmax(exp, total, _shift(exp, total), _division(exp, total)))
@@ -57,16 +61,14 @@ def softmaxes_of(nodes: Iterable[Node]) -> list[Softmax]:
 
 
 def _division(exp: Node, total: Node) -> Node | None:
-    """Returns the node that divides the powers by the sums of their rows, in the rows' order."""
+    """Returns the node that divides the powers by the sums of their rows."""
     (powers,), (sums,) = exp.outputs, total.outputs
-    shape = powers.aval.shape
     for node in powers.users:
-        if node.name != "div" or node.inputs[0] is not powers:
-            continue
-        divisor = node.inputs[1]
-        rank = len(sums.aval.shape)
-        if divisor.aval.shape == (*shape[:rank], *(1 for _ in shape[rank:])):
-            if source_through(divisor, lambda n: n.rule.reshapes or n.rule.repeats) is sums:
+        if node.name == "div" and node.inputs[0] is powers:
+            number = _one_a_row(node.inputs[1], powers, total.params["axes"])
+            if number is None:
+                continue
+            if source_through(number, lambda n: n.rule.reshapes or n.rule.repeats) is sums:
                 return node
     return None
 
@@ -76,11 +78,11 @@ def _shift(exp: Node, total: Node) -> Shift | None:
     if sub is None or sub.name != "sub":
         return None
     rows, subtracted = sub.inputs
-    shift = _one_a_row(subtracted, rows.aval.shape, len(total.outputs[0].aval.shape))
+    axes = sorted(total.params["axes"])
+    shift = _one_a_row(subtracted, rows, axes)
     if shift is None:
         return None
     is_small = lambda n: n.is_fusible and len(n.outputs) == 1 and n.outputs[0].size <= shift.size
-    axes = sorted(total.params["axes"])
     for node in rows.users:
         if node.name == "reduce_max" and sorted(node.params["axes"]) == axes:
             if shift in downstream(node.outputs[0], is_small):
@@ -88,18 +90,21 @@ def _shift(exp: Node, total: Node) -> Shift | None:
     return None
 
 
-def _one_a_row(value: Value, shape: Shape, rank: int) -> Value | None:
+def _one_a_row(value: Value, rows: Value, axes: Sequence[int]) -> Value | None:
     """Returns what `value` repeats along the rows of an array, if it has one number for each.
 
     Args:
-      shape: of the array, the first `rank` axes of which count the rows.
+      rows: the array.
+      axes: along which a row lies.
     """
-    of_rows = (*shape[:rank], *(1 for _ in shape[rank:]))
+    shape = rows.aval.shape
+    left = [axis for axis in range(len(shape)) if axis not in axes]
+    of_rows = tuple(n if axis in left else 1 for axis, n in enumerate(shape))
     if value.aval.shape == of_rows:
         return value
     node = value.producer
     if value.aval.shape != shape or node is None or node.name != "broadcast_in_dim":
         return None
-    source, axes = node.inputs[0], node.params["broadcast_dimensions"]
-    is_of_rows = source.aval.shape in (of_rows, shape[:rank])
-    return source if is_of_rows and tuple(axes) == tuple(range(len(axes))) else None
+    source, places = node.inputs[0], tuple(node.params["broadcast_dimensions"])
+    with_axes = {tuple(range(len(shape))): of_rows, tuple(left): tuple(shape[i] for i in left)}
+    return source if source.aval.shape == with_axes.get(places) else None

@@ -101,7 +101,7 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
     for step in steps:
         if isinstance(step, Single) and step.is_half:
             try:
-                if attention := find_attention(step.node):
+                if attention := find_attention(step.node, level.softmaxes):
                     fused.append(_fused_step(attention, kernel, step_of, level))
             except NotFused as reason:
                 note = f"attention, left as it is: {reason}"

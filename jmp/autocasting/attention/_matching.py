@@ -1,16 +1,29 @@
-"""Finds attention in the dataflow: product, scale, bias and mask, softmax, product.
+"""Finds attention in the dataflow. It needs no names of modules.
 
-The search needs no names of modules. It starts at the second product and goes back to the division
-of a softmax, through nodes that only move numbers, and from there to the first product. Axes are
-compared by their labels (`_axes`), so they may come in any order, and heads may be split or merged.
+An attention is matched if it is computed like this, each line any number of times and in any order
+between its neighbours:
+
+    scores = queries @ keys             a product over one axis, the width of a head
+    scores = scores * c                 or scores / c, with a positive constant
+    scores = scores + bias              or scores - bias
+    scores = where(mask, scores, fill)  with a constant fill of -1e4 or below
+    powers = exp(scores - shift)        the shift is the same for all keys, such as the maximum
+    weights = powers / sum(powers)      over one axis, the keys
+    weights = weights * 1
+    result = weights @ values           a product over the keys
+
+Scores and weights may be transposed and reshaped on the way. Axes are compared by their labels
+(`_axes`), so they may come in any order, and heads may be split or merged. `find_attention` starts
+at the second product, goes back to the division of a softmax, and from there to the first product.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jmp.autocasting._constants import constant_of
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
+from jmp.autocasting._patterns import Softmax
 from jmp.autocasting.attention._axes import (
     Axes,
     Label,
@@ -33,6 +46,7 @@ LOWERED = -1e8
 # Numbers of labels that are none of the scores': the width of queries and keys, and of values.
 WIDTH, VALUE_WIDTH = -1, -2
 
+NOT_OVER_KEYS = "its softmax is not over one axis of keys longer than one"
 NO_MASK = "its mask puts in numbers that are not a constant of -1e4 or below"
 
 
@@ -59,8 +73,12 @@ class Attention(NamedTuple):
     """An attention that was found. Labels number the scores' axes."""
 
     scores: Node  # the first product
-    result: Node  # the second
-    nodes: tuple[Node, ...]  # both, and what was recognised between
+    between: tuple[Node, ...]  # what changes the scores, in order
+    argument: Value  # of the softmax: the scores, changed
+    exp: Node
+    division: Node  # of the powers by their sums
+    to_weights: tuple[Node, ...]  # what moves the weights afterwards, or multiplies them by ones
+    result: Node  # the second product
     scale: float
     biases: tuple[Bias, ...]
     masks: tuple[Mask, ...]
@@ -69,6 +87,12 @@ class Attention(NamedTuple):
     values: Labelled
     result_axes: Axes
     keys: Label  # of the axis over which the softmax sums
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The products, and the nodes that were recognised between them."""
+        softmax = self.exp, self.division
+        return [self.scores, *self.between, *softmax, *self.to_weights, self.result]
 
     @property
     def batch(self) -> Labels:
@@ -84,71 +108,38 @@ class Attention(NamedTuple):
         return tuple(label for label in labels_of(self.query.axes) if label not in of_key)
 
 
-class _Softmax(NamedTuple):
-    nodes: tuple[Node, ...]  # division and exponential
-    to_weights: tuple[Node, ...]  # what moves the weights afterwards, or multiplies them by ones
-    argument: Value
-    axis: int  # of the argument
-
-
-def find_attention(result: Node) -> Attention | None:
+def find_attention(result: Node, softmaxes: Iterable[Softmax]) -> Attention | None:
     """Returns the attention that ends with the product `result`; None if there is no softmax.
+
+    Args:
+      softmaxes: those of the level.
 
     Raises: NotFused if there is a softmax, but no attention that a kernel computes.
     """
     if result.name != "dot_general":
         return None
     for side in (0, 1):
-        softmax = _softmax_of(result.inputs[side])
-        if softmax is not None:
-            return _attention(result, side, softmax)
+        division, to_weights = _from_division(result.inputs[side])
+        for softmax in softmaxes:
+            if division is not None and softmax.division is division:
+                return _attention(result, side, softmax, division, to_weights)
     for value in result.inputs:
         if blocking := _before_softmax(value):
             raise NotFused(f"{blocking.name} stands between its softmax and the values")
     return None
 
 
-def _softmax_of(weights: Value) -> _Softmax | None:
-    """Returns the softmax that weights come from. It may be over any axis, unlike `softmaxes_of`.
+# From the second product back to the softmax.
 
-    A number that is the same for all keys, such as the row's maximum, may be subtracted: it
-    cancels.
-    """
+
+def _from_division(weights: Value) -> tuple[Node | None, list[Node]]:
+    """Returns the node that makes weights, and those that move them or multiply them by ones."""
     to_weights: list[Node] = []
     node = weights.producer
-    while node is not None and (handed_on := _handed_on(node)) is not None:
+    while node is not None and (operand := _handed_on(node)) is not None:
         to_weights.insert(0, node)
-        node = handed_on.producer
-    if node is None or node.name != "div":
-        return None
-    exp, axis = node.inputs[0].producer, _summed_axis(node)
-    if exp is None or exp.name != "exp" or axis is None:
-        return None
-    argument = exp.inputs[0]
-    own = own_axes(argument)
-    while (shift := argument.producer) is not None and shift.name == "sub":
-        subtracted = shift.inputs[1]
-        differing = differing_labels(subtracted, axes_repeated_to(own, subtracted))
-        if axis in (label.number for label in differing):
-            break
-        argument = shift.inputs[0]
-    return _Softmax((node, exp), tuple(to_weights), argument, axis)
-
-
-def _summed_axis(division: Node) -> int | None:
-    """Returns the axis along which a division makes its first operand add up to one, if any."""
-    powers, divisor = division.inputs
-    own, shape = own_axes(powers), shape_of(powers)
-    if len(shape_of(divisor)) != len(shape) or shape_of(division.outputs[0]) != shape:
-        return None
-    total, axes = source_of(divisor, axes_repeated_to(own, divisor))
-    node = total.producer
-    if node is None or node.name != "reduce_sum" or node.inputs[0] is not powers:
-        return None
-    summed = node.params["axes"]
-    if len(summed) != 1 or axes != tuple(a for i, a in enumerate(own) if i not in summed):
-        return None
-    return int(summed[0])
+        node = operand.producer
+    return node, to_weights
 
 
 def _handed_on(node: Node) -> Value | None:
@@ -191,32 +182,41 @@ def _producers(value: Value) -> Iterator[Node]:
 # From the softmax back to the first product.
 
 
-def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
+def _attention(
+    result: Node, side: int, softmax: Softmax, division: Node, to_weights: Sequence[Node]
+) -> Attention:
     """Returns the attention of a softmax.
 
     Args:
       result: the product that reads the weights.
       side: which of its operands they are.
+      division: of the softmax.
+      to_weights: what moves the weights on their way to the product.
     """
-    path = _path_to_product(softmax.argument)
-    if path is None:
-        raise NotFused("no product is found in front of its softmax")
-    scores, *between = path
+    if len(softmax.total.params["axes"]) != 1:
+        raise NotFused(NOT_OVER_KEYS)
+    (axis,) = softmax.total.params["axes"]
+    argument = _without_shifts(softmax.argument, axis)
+    scores, *between = _path_from_product(argument)
     axes, scale, biases, masks = _applied(scores, between)
-    summed = axes[softmax.axis]
-    for node in filter(moves_axes, softmax.to_weights):
+    summed = axes[axis]
+    for node in filter(moves_axes, to_weights):
         axes = _followed(node, axes)
     if not all(mask.fill <= LARGEST_FILL for mask in masks):
         raise NotFused(NO_MASK)
     if len(summed) != 1:
-        raise NotFused("its softmax is not over one axis of keys longer than one")
+        raise NotFused(NOT_OVER_KEYS)
     (keys,) = summed
     query, key = _queries_and_keys(scores, keys)
     values, result_axes = _values(result, side, axes, keys)
     attention = Attention(
         scores=scores,
+        between=tuple(between),
+        argument=argument,
+        exp=softmax.exp,
+        division=division,
+        to_weights=tuple(to_weights),
         result=result,
-        nodes=(*path, *softmax.nodes, *softmax.to_weights, result),
         scale=scale,
         biases=biases,
         masks=masks,
@@ -230,6 +230,65 @@ def _attention(result: Node, side: int, softmax: _Softmax) -> Attention:
     if others != {*attention.batch, keys}:
         raise NotFused("its values have other batch axes than its keys")
     return attention
+
+
+def _without_shifts(argument: Value, axis: int) -> Value:
+    """Returns what a softmax along an axis is of, without numbers that all of its row subtract.
+
+    They cancel. The row's maximum is one.
+    """
+    own = own_axes(argument)
+    while (shift := argument.producer) is not None and shift.name == "sub":
+        subtracted = shift.inputs[1]
+        differing = differing_labels(subtracted, axes_repeated_to(own, subtracted))
+        if axis in (label.number for label in differing):
+            break
+        argument = shift.inputs[0]
+    return argument
+
+
+def _path_from_product(value: Value) -> list[Node]:
+    """Returns the nodes from the product that makes the scores to `value`; the first found.
+
+    Raises: NotFused if there is none.
+    """
+    readers: dict[Value, Node | None] = {value: None}  # of each value on the way, who reads it
+    stack = [value]
+    while stack:
+        node = stack.pop().producer
+        if node is None:
+            continue
+        if node.is_product and node.name == "dot_general":
+            path = [node]
+            while reader := readers[path[-1].outputs[0]]:
+                path.append(reader)
+            return path
+        for operand in reversed(_on_the_way(node)):
+            if operand not in readers:
+                readers[operand] = node
+                stack.append(operand)
+    raise NotFused("no product is found in front of its softmax")
+
+
+def _on_the_way(node: Node) -> Sequence[Value]:
+    """Returns the operands of a node through which scores may come to an attention's softmax.
+
+    Raises: NotFused if a node changes scores otherwise than by adding, scaling and choosing.
+    """
+    if node.name == "dot_general" or not (node.is_fusible or moves_axes(node)):
+        return ()
+    if moves_axes(node) or node.name == "div":
+        return node.inputs[:1]
+    if node.name == "select_n":
+        return node.inputs[1:]
+    if node.rule.linear or node.name == "mul":
+        return node.inputs
+    if any(map(_leads_to_product, node.outputs)):
+        raise NotFused(f"{node.name} changes its scores")
+    return ()
+
+
+# What the nodes between do to the scores.
 
 
 def _applied(
@@ -262,44 +321,6 @@ def _followed(node: Node, axes: Axes) -> Axes:
     if followed is None:
         raise NotFused(f"{node.name} mixes the axes of its scores")
     return followed
-
-
-def _path_to_product(value: Value) -> list[Node] | None:
-    """Returns the nodes from the product that makes the scores to `value`; the first found."""
-    readers: dict[Value, Node | None] = {value: None}  # of each value on the way, who reads it
-    stack = [value]
-    while stack:
-        node = stack.pop().producer
-        if node is None:
-            continue
-        if node.is_product and node.name == "dot_general":
-            path = [node]
-            while reader := readers[path[-1].outputs[0]]:
-                path.append(reader)
-            return path
-        for operand in reversed(_on_the_way(node)):
-            if operand not in readers:
-                readers[operand] = node
-                stack.append(operand)
-    return None
-
-
-def _on_the_way(node: Node) -> Sequence[Value]:
-    """Returns the operands of a node through which scores may come to an attention's maximum.
-
-    Raises: NotFused if a node changes scores otherwise than by adding, scaling and choosing.
-    """
-    if node.name == "dot_general" or not (node.is_fusible or moves_axes(node)):
-        return ()
-    if moves_axes(node) or node.name == "div":
-        return node.inputs[:1]
-    if node.name == "select_n":
-        return node.inputs[1:]
-    if node.rule.linear or node.name == "mul":
-        return node.inputs
-    if any(map(_leads_to_product, node.outputs)):
-        raise NotFused(f"{node.name} changes its scores")
-    return ()
 
 
 def _other(node: Node, on_path: set[Value]) -> Value:
@@ -382,19 +403,15 @@ def _queries_and_keys(scores: Node, keys: Label) -> tuple[Labelled, Labelled]:
 
     Raises: NotFused if an axis is not where an attention has it.
     """
-    (summed, _), (shared, _) = scores.params["dimension_numbers"]
+    (summed, _), _ = scores.params["dimension_numbers"]
     if len(summed) != 1:
         raise NotFused("its first product sums over more than one axis")
-    # The scores have the axes of the batch, those left of one operand, and those of the other.
-    axes, left = own_axes(scores.outputs[0]), shape_of(scores.inputs[0])
-    width, n_shared, end_of_left = (Label(WIDTH, left[summed[0]]),), len(shared), len(left) - 1
-    of_batch = axes[:n_shared]
-    query = _operand(scores, 0, width, of_batch, axes[n_shared:end_of_left])
-    key = _operand(scores, 1, width, of_batch, axes[end_of_left:])
+    width = (Label(WIDTH, shape_of(scores.inputs[0])[summed[0]]),)
+    axes = own_axes(scores.outputs[0])
+    query, key = (_operand(scores, side, width, axes) for side in (0, 1))
     if keys in labels_of(query.axes):
         query, key = key, query
-    others = {label for label in labels_of(key.axes) if label not in labels_of(query.axes)}
-    if others != {keys}:
+    if {*labels_of(key.axes)} - {*labels_of(query.axes)} != {keys}:
         raise NotFused("its keys have an axis that neither queries nor values have")
     return query, key
 
@@ -408,34 +425,31 @@ def _values(result: Node, side: int, weights: Axes, keys: Label) -> tuple[Labell
 
     Raises: NotFused if an axis is not where an attention has it.
     """
-    summed, shared = result.params["dimension_numbers"]
-    if [weights[i] for i in summed[side]] != [(keys,)]:
+    summed, shared = (sides[side] for sides in result.params["dimension_numbers"])
+    if [weights[i] for i in summed] != [(keys,)]:
         raise NotFused("its second product sums over more than the keys")
-    value = result.inputs[1 - side]
-    taken = (*summed[1 - side], *shared[1 - side])
-    widths = [n for i, n in enumerate(shape_of(value)) if i not in taken]
-    if len(widths) != 1:
+    of_batch = [weights[i] for i in shared]
+    own = [axis for i, axis in enumerate(weights) if i not in (*summed, *shared)]
+    shape = shape_of(result.outputs[0])
+    if len(shape) != len(weights):
         raise NotFused("its values have more than one axis of their own")
-    width, of_batch = (Label(VALUE_WIDTH, widths[0]),), [weights[i] for i in shared[side]]
-    rest = [axis for i, axis in enumerate(weights) if i not in (*summed[side], *shared[side])]
-    free = (*rest, width) if side == 0 else (width, *rest)
-    return _operand(result, 1 - side, (keys,), of_batch, [width]), (*of_batch, *free)
+    width = (Label(VALUE_WIDTH, shape[-1 if side == 0 else len(of_batch)]),)
+    axes = (*of_batch, *own, width) if side == 0 else (*of_batch, width, *own)
+    return _operand(result, 1 - side, (keys,), axes), axes
 
 
-def _operand(
-    product: Node, side: int, summed: Labels, shared: Sequence[Labels], free: Sequence[Labels]
-) -> Labelled:
-    """Returns an operand of a product, given its axes.
+def _operand(product: Node, side: int, summed: Labels, result: Axes) -> Labelled:
+    """Returns an operand of a product that sums over one axis.
 
     Args:
-      summed: the axis that the product sums over.
-      shared: the axes of the batch.
-      free: the other axes, in their order.
+      summed: that axis.
+      result: the axes of the result: those of the batch, then what is left of the first operand and
+        of the second one.
     """
-    contracted, batched = product.params["dimension_numbers"]
+    contracted, batched = (sides[side] for sides in product.params["dimension_numbers"])
     value = product.inputs[side]
-    positions = range(len(shape_of(value)))
-    axes = dict(zip(batched[side], shared, strict=True)) | dict.fromkeys(contracted[side], summed)
-    others = (position for position in positions if position not in axes)
-    axes |= zip(others, free, strict=True)
-    return Labelled(value, tuple(axes[position] for position in positions))
+    known = {contracted[0]: summed, **dict(zip(batched, result, strict=False))}
+    places = range(len(shape_of(value)))
+    n_free = len(places) - len(known)
+    free = iter(result[len(batched) :][:n_free] if side == 0 else result[len(result) - n_free :])
+    return Labelled(value, tuple(known[i] if i in known else next(free) for i in places))
