@@ -25,37 +25,23 @@ from jmp.trees import PyTree, stands_for_numbers
 
 
 def asked_function(
-    call: str, fun: Callable[..., Any], early: tuple[Any, ...], policy: str | Policy | None = None
+    call: str, fun: Callable[..., Any], early: tuple[Any, ...], policy: object = None
 ) -> Callable[..., Any]:
     """Returns the function that is asked about, as a function of what `split_arguments` returns.
 
     It works on copies of nnx modules, also if `fun` is one or a method of one, so that the caller's
     modules stay as they are. Methods of nnx modules, and of Equinox modules among the arguments,
-    open scopes with the paths of the modules. Arguments and errors: see `check_asked`.
-
-    >>> asked_function("compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
-    2
-    """
-    check_asked(call, fun, early, policy)
-    return in_module_scopes(fun)
-
-
-def in_module_scopes(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what `asked_function` does, for a function that was checked already."""
-    if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
-        return fun
-    if "flax.nnx" in sys.modules:  # else there is no module of it
-        fun = _nnx().of_split_modules(fun, in_scopes=True)
-    return adapters.equinox.in_scopes(fun) if "equinox" in sys.modules else fun
-
-
-def check_asked(call: str, fun: object, early: tuple[Any, ...], policy: object = None) -> None:
-    """Raises TypeError if `fun` is no function, or if its arguments came in the first call.
+    open scopes with the paths of the modules. `rules=` of `autocast` may name these paths.
 
     Args:
       call: the right call, for the error; it begins with the name of the diagnostic.
       early: further positional arguments, which belong in the second call.
       policy: text or a `Policy`; None if it was left out.
+
+    Raises: TypeError if `fun` is no function, or if its arguments came in the first call.
+
+    >>> asked_function("compare(fun, policy)(*args)", len, (), "mixed_float16")("ab")
+    2
     """
     caller = call.partition("(")[0]
     check_function(fun, caller, call)
@@ -66,6 +52,11 @@ def check_asked(call: str, fun: object, early: tuple[Any, ...], policy: object =
             f"{caller} got {described(got)} too early; expected the function's arguments in a call "
             f"of their own: {call}."
         )
+    if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
+        return fun
+    if "flax.nnx" in sys.modules:  # else there is no module of it
+        fun = _nnx().of_split_modules(fun, in_scopes=True)
+    return adapters.equinox.in_scopes(fun) if "equinox" in sys.modules else fun
 
 
 def autocast_if_asked(
@@ -141,34 +132,6 @@ def trained_parameters(tree: PyTree) -> PyTree:
 
 def _nnx() -> Any:
     return importlib.import_module("jmp.adapters._nnx_modules")
-
-
-def lowering_of(
-    loss: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], str | None]:
-    """Returns the `autocast` whose rules name the scopes that `in_module_scopes` opens in a loss.
-
-    That is the one of the adapter if nnx modules, or whole Equinox modules, are among the
-    arguments.
-
-    Args:
-      loss: a function of modules.
-      args, kwargs: what `split_arguments` returned of its arguments.
-
-    Returns: the `autocast`, for functions of these arguments, and the framework of the modules;
-      None if rules name scopes.
-    """
-    given = args, kwargs
-    if "flax.nnx" in sys.modules and _nnx().instances_in(given, _nnx().SplitModule):
-
-        def lower(fun: Any, *policy: Any, **options: Any) -> Any:
-            lowered = adapters.nnx.autocast(fun, *policy, **options)
-            return _nnx().of_split_modules(lowered, in_scopes=False)
-
-        return lower, "flax.nnx"
-    if "equinox" in sys.modules and adapters.equinox.takes_marked_modules(loss, *given):
-        return adapters.equinox.autocast, "equinox"
-    return autocast, None
 
 
 def _is_equinox(value: Any) -> bool:

@@ -6,6 +6,7 @@ Both programs run on the device; the errors are computed in float64 on the host.
 import dataclasses
 import functools
 import math
+import numbers
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -77,7 +78,7 @@ def compare(
     [('result', '', True), ('gradient', 'w', True)]
     """
     fun = asked_function("compare(fun, policy)(*args)", fun, early, policy)
-    check_scale(scale, "compare")
+    check_positive(scale, "compare", "scale", "a loss scale, above zero")
     lowered = autocast(fun, policy, **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:
@@ -217,10 +218,13 @@ class Comparison(Report):
         return [8 * float(jnp.finfo(dtype).eps) * total for dtype in dtypes]
 
 
-def check_scale(scale: float, caller: str) -> None:
-    """Raises ValueError for a loss scale that is zero, negative, infinite or NaN."""
-    if not 0 < scale < math.inf:
-        raise wrong(ValueError, caller, scale, "a loss scale, above zero", name="scale")
+def check_positive(number: float, caller: str, name: str, expected: str) -> float:
+    """Returns a number; raises TypeError for anything else, ValueError if it is not above zero."""
+    if not isinstance(number, (numbers.Real, jax.Array)):
+        raise wrong(TypeError, caller, number, expected, name=name)
+    if not 0 < float(number) < math.inf:
+        raise wrong(ValueError, caller, number, expected, name=name)
+    return float(number)
 
 
 def results_and_gradients(

@@ -9,9 +9,8 @@ import dataclasses
 import functools
 import glob
 import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +18,22 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp._messages import first_few, listed, wrong
-from jmp.autocasting._autocast import AllOptions
+from jmp._messages import first_few, listed
+from jmp.autocasting._autocast import AllOptions, autocast
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Plan, steps_of
 from jmp.autocasting.float8 import OPERANDS
 from jmp.diagnostics._arguments import (
-    check_asked,
+    asked_function,
     check_numbers,
     half_program,
-    in_module_scopes,
-    lowering_of,
     split_arguments,
     without_warnings_of_plans,
 )
 from jmp.diagnostics._comparison import (
     Comparison,
-    check_scale,
+    check_positive,
     comparison_of,
     results_and_gradients,
 )
@@ -46,13 +43,12 @@ from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
-from jmp.trees import cast_to_at_least_float32, holds_numbers
+from jmp.trees import cast_to_at_least_float32
 
 SHOWN = 8
 NOWHERE = "what is in no scope"
 Errors = tuple[float, float]  # of the loss, of the gradient
 CALL = "find_float32(loss_fn, policy)(*args)"
-Scopes = frozenset[str]  # their paths
 
 
 def find_float32(
@@ -93,7 +89,7 @@ def find_float32(
       scale: loss scale: cotangents are multiplied by it, gradients divided. Without a loss scale
         small float16 gradients underflow, and scopes are found for that reason.
       options: further options of `jmp.autocast`. Given `rules` stay, in front of those that are
-        found; beside modules of nnx or Equinox there may be none.
+        found.
 
     Returns: a function that returns a `Float32Scopes`. Half arrays among its arguments are widened,
       exactly; callbacks in `loss_fn` run each time. The `rules` are ready for `autocast(loss_fn,
@@ -103,8 +99,8 @@ def find_float32(
       TypeError: `loss_fn` is no function, or returns no scalar; a policy, a tolerance or an option
         of the wrong kind; arguments in the first call. When called, arguments that hold no numbers.
       ValueError: a policy that computes in float32; a tolerance or a scale that is not positive; no
-        floating array to differentiate; no scope in the program, or nothing in half; rules beside
-        modules of nnx or Equinox; a loss or gradient that is not finite in float32.
+        floating array to differentiate; no scope in the program, or nothing in half; a loss or
+        gradient that is not finite in float32.
 
     >>> def loss(w, x):
     ...     with jax.named_scope("body"):
@@ -115,7 +111,7 @@ def find_float32(
     >>> found.rules
     [('head', 'float32')]
     """
-    check_asked(CALL, loss_fn, early, policy)
+    function = asked_function(CALL, loss_fn, early, policy)
     if unknown := sorted(set(options) - AllOptions.__optional_keys__):
         raise TypeError(
             f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
@@ -124,65 +120,58 @@ def find_float32(
     tolerance = _checked_tolerance(tolerance, policy)
     asks_of_float8 = get_policy(policy).product_dtype is not None
     higher = _without_float8(policy) if asks_of_float8 else "float32"
-    check_scale(scale, "find_float32")
+    check_positive(scale, "find_float32", "scale", "a loss scale, above zero")
     given_rules = list(options.pop("rules", ()))  # an iterator can be read once
-    scaled = scaled_loss(loss_fn, StaticLossScale(1.0), has_aux)
+    scaled = scaled_loss(function, StaticLossScale(1.0), has_aux)
 
     @functools.wraps(loss_fn)  # options name its arguments, warnings name it
     def loss(*args: Any, **kwargs: Any) -> Any:
         _, (value, _) = scaled(*args, **kwargs)
         return value
 
-    with_scopes = in_module_scopes(loss)
-
     def find(*args: Any, **kwargs: Any) -> Float32Scopes:
         given = cast_to_at_least_float32(split_arguments(*args, **kwargs))
-        given = jax.tree.map(_on_device, given)
-        lower, framework = lowering_of(loss, *given)
-        if framework and given_rules:
-            raise ValueError(
-                f"find_float32 got rules= and modules of {framework}, whose paths they name; "
-                "expected none: it asks about all modules."
-            )
-        program = half_program(
-            "find_float32", with_scopes, policy, {**options, "rules": given_rules}
-        )
-        call = ArrayCall(with_scopes, *given)
+        program = half_program("find_float32", loss, policy, {**options, "rules": given_rules})
+        call = ArrayCall(loss, *given)
         call.floating_within(argnums, "find_float32")
         expected = "the arrays of a training step, outside of jax.jit"
         check_numbers(call.arrays, "find_float32", expected)
         with without_warnings_of_plans():
             plan = program.trace(*given).plan
-        of_modules = framework is not None
-        scopes, asked = _scopes_of(plan, of_modules)
+        scopes, asked, of_modules = _scopes_of(plan)
         with jax.default_matmul_precision("highest"):
-            reference = results_and_gradients(with_scopes, given, argnums, 1.0)
+            reference = results_and_gradients(loss, given, argnums, 1.0)
         _check_finite(reference)
 
-        def rules_with(kept: Scopes) -> list[Rule]:
+        def rules_with(kept: Iterable[str]) -> list[Rule]:
             policies = dict.fromkeys(scopes, str(policy)) | dict.fromkeys(kept, higher)
             return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
 
         def comparison(rules: Sequence[Rule]) -> Comparison:
-            lowered = lower(loss, policy, **options, rules=rules)
+            lowered = autocast(loss, policy, **options, rules=rules)
             found = results_and_gradients(lowered, given, argnums, scale)
             return comparison_of(policy, scale, found, reference)
 
-        @functools.cache
-        def errors(low: Scopes) -> Errors:
-            with without_warnings_of_plans():
-                return errors_of(comparison(rules_with(frozenset(scopes) - low)))
+        tried: dict[frozenset[str], Errors] = {}
 
-        found = search(asked, errors, tolerance)
-        rules = rules_with(found.kept)
-        alone = sorted(found.alone.items(), key=lambda item: -max(item[1]))  # the worst first
+        def errors(low: frozenset[str]) -> Errors:
+            if low not in tried:
+                with without_warnings_of_plans():
+                    tried[low] = errors_of(comparison(rules_with({*scopes} - low)))
+            return tried[low]
+
+        all_low = errors(frozenset(asked))
+        kept = search(asked, errors, tolerance)
+        rules = rules_with(kept)
+        alone = {path: tried[low] for path in asked if (low := frozenset([path])) in tried}
+        worst_first = sorted(alone.items(), key=lambda item: -max(item[1]))
         return Float32Scopes(
             policy=str(get_policy(policy)),
             higher=higher,
             tolerance=tolerance,
             rules=rules,
-            all_low=errors(frozenset(asked)),
-            scopes=[ScopeAlone(path, *both, path in found.kept) for path, both in alone],
+            all_low=all_low,
+            scopes=[ScopeAlone(path, *both, path in kept) for path, both in worst_first],
             comparison=comparison(rules),
         )
 
@@ -300,24 +289,24 @@ def errors_of(comparison: Comparison) -> Errors:
     return errors["result"], errors["gradient"]
 
 
-def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], list[str]]:
+def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
     """Returns the scopes with something in half, and those that are asked about, in program order.
 
     Asked about are all, or those with float8 products if the policy has any. Scopes have the paths
-    that rules name.
+    that rules name. The last result says whether modules of nnx or Equinox are among them.
 
     Raises: ValueError if there is none, or none that a rule could name.
     """
     settings = plan.request.settings
     half = str(settings.compute_dtype)
     scopes_with: dict[str, dict[str, None]] = {half: {}, str(OPERANDS): {}}  # by dtype
+    of_modules = False
     for operation in operations_of(steps_of(plan)):
         if operation.node.region.is_decided:  # by an autocast inside
             continue
-        if of_modules:
-            path = next(iter(module_paths(_jax_compat.scope_names(operation.scope))), "")
-        else:
-            path = path_in_rules(scopes_path(operation.scope))
+        modules = module_paths(_jax_compat.scope_names(operation.scope))
+        of_modules = of_modules or bool(modules)
+        path = modules[0] if modules else path_in_rules(scopes_path(operation.scope))
         for dtype in (*operation.dtypes_in, *operation.dtypes_out):
             scopes_with.setdefault(dtype, {})[path] = None
     in_half = list(scopes_with[half])
@@ -335,7 +324,7 @@ def _scopes_of(plan: Plan, of_modules: bool) -> tuple[list[str], list[str]]:
             "around each part, such as the call of a layer."
         )
     asked = half if settings.policy.product_dtype is None else str(OPERANDS)
-    return in_half, list(scopes_with[asked])
+    return in_half, list(scopes_with[asked]), of_modules
 
 
 def _without_float8(policy: str | Policy) -> str:
@@ -347,19 +336,9 @@ def _without_float8(policy: str | Policy) -> str:
 # The search: which scopes to keep out, given the errors of any choice of them.
 
 
-class KeptOut(NamedTuple):
-    """The result of a search.
-
-    Attributes:
-      kept: the scopes that must stay out of it.
-      alone: the errors of scopes that were tried alone in it, among them each scope that is kept.
-    """
-
-    kept: Scopes = frozenset()
-    alone: Mapping[str, Errors] = {}
-
-
-def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance: float) -> KeptOut:
+def search(
+    scopes: Sequence[str], errors: Callable[[frozenset[str]], Errors], tolerance: float
+) -> set[str]:
     """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
 
     Groups of scopes are tried alone in it. A group within the tolerance is done; any other is split
@@ -374,48 +353,34 @@ def search(scopes: Sequence[str], errors: Callable[[Scopes], Errors], tolerance:
 
     >>> sizes = {"a": 0.1, "b": 5.0, "c": 0.2, "d": 0.2}
     >>> errors = lambda low: (sum(sizes[scope] for scope in low), 0.0)
-    >>> sorted(search("abcd", errors, 1.0).kept), sorted(search("abcd", errors, 0.35).kept)
+    >>> sorted(search("abcd", errors, 1.0)), sorted(search("abcd", errors, 0.35))
     (['b'], ['b', 'c'])
     """
-    single: set[str] = set()
 
-    def trial(group: Sequence[str]) -> float:
-        single.update(group if len(group) == 1 else ())
-        return max(errors(frozenset(group)))
+    def error(group: Sequence[str]) -> float:
+        return max(errors(frozenset(group))) if group else 0.0
 
     def culprits(group: Sequence[str]) -> set[str]:
-        if trial(group) <= tolerance:
+        if error(group) <= tolerance:
             return set()
         if len(group) == 1:
             return set(group)
-        return set().union(*map(culprits, _halves(group)))
-
-    def worst(group: Sequence[str]) -> str:
-        while len(group) > 1:
-            group = max(_halves(group), key=trial)
-        return group[0]
+        middle = len(group) // 2
+        return culprits(group[:middle]) | culprits(group[middle:])
 
     def others() -> list[str]:
         return [scope for scope in scopes if scope not in kept]
 
-    if not scopes or trial(scopes) <= tolerance:
-        return KeptOut()
     kept = culprits(scopes)
     taken_out = []
-    while others() and trial(others()) > tolerance:
-        taken_out.append(worst(others()))
+    while error(others()) > tolerance:
+        taken_out.append(max(others(), key=lambda scope: error([scope])))
         kept.add(taken_out[-1])
     for scope in reversed(taken_out):
         kept.remove(scope)
-        if trial(others()) > tolerance:
+        if error(others()) > tolerance:
             kept.add(scope)
-    alone = {scope: errors(frozenset([scope])) for scope in scopes if scope in single | kept}
-    return KeptOut(frozenset(kept), alone)
-
-
-def _halves(group: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    middle = len(group) // 2
-    return group[:middle], group[middle:]
+    return kept
 
 
 def rules_for(
@@ -453,25 +418,14 @@ def rules_for(
 # Checks of the arguments.
 
 
-def _checked_tolerance(tolerance: Any, policy: str | Policy) -> float:
+def _checked_tolerance(tolerance: float | None, policy: str | Policy) -> float:
     if tolerance is None:
         policy = get_policy(policy)
         if policy.product_dtype is not None:
             return float(jnp.finfo(OPERANDS).eps)
         return 8 * float(jnp.finfo(policy.compute_dtype).eps)
     expected = "a relative error, above zero, such as 0.01"
-    if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real):
-        raise wrong(TypeError, "find_float32", tolerance, expected, name="tolerance")
-    if not 0 < float(tolerance) < math.inf:
-        raise wrong(ValueError, "find_float32", tolerance, expected, name="tolerance")
-    return float(tolerance)
-
-
-def _on_device(leaf: Any) -> Any:
-    """Returns a NumPy array as one of JAX's, without the program that `jnp.asarray` compiles."""
-    if not isinstance(leaf, (np.ndarray, np.generic)) or not holds_numbers(leaf):
-        return leaf
-    return jax.device_put(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
+    return check_positive(tolerance, "find_float32", "tolerance", expected)
 
 
 def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:

@@ -323,6 +323,18 @@ def test_modules_that_open_no_scopes_are_named_as_their_adapters_rules_name_them
     assert products == 1  # the layer that is no culprit
 
 
+@pytest.mark.parametrize("make", [NnxModel, EquinoxModel])
+def test_rules_that_were_given_beside_modules_name_their_paths(make):
+    model, loss = make(), lambda model, x: jnp.mean(model(x) ** 2)
+    with jax.numpy_rank_promotion("allow"):
+        x = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+        given = [("layers/1", "float32")]
+        found = diagnostics.find_float32(loss, F16, rules=given)(model, x)
+    assert found.rules == given
+    assert found.is_within
+    assert "layers/1" not in [scope.path for scope in found.scopes]
+
+
 class EquinoxTop(eqx.Module):
     """Its own operations need float32, the module in it does not."""
 
@@ -355,18 +367,18 @@ def test_culprits_that_make_everything_infinite_are_found_in_few_trials(culprits
         return 1e-4, np.inf if culprits & low else 1e-4
 
     found = search(range(8), errors, 0.01)
-    assert found.kept == culprits <= set(found.alone)
+    assert found == culprits
     assert len(asked) <= 2 + 2 * 3 * len(culprits)  # 8 scopes are split three times
 
 
 def test_errors_that_are_too_large_only_together_take_the_worst_out_and_no_more():
     sizes = [1.0, 3.0, 2.0, 5.0, 4.0]
     together = lambda low: (sum(sizes[i] for i in low), 0.0)
-    assert search(range(5), together, 6.0).kept == {3, 4}
+    assert search(range(5), together, 6.0) == {3, 4}
     # The worst by itself is not needed if another does all of the harm in company.
     alone = [0.9, 0.8, 0.7]
     pair = lambda low: (alone[min(low)] if len(low) == 1 else 9.0 if {1, 2} <= low else 0.5, 0.0)
-    assert len(search(range(3), pair, 1.0).kept) == 1
+    assert len(search(range(3), pair, 1.0)) == 1
 
 
 STATES = [
