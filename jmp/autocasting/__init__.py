@@ -2,7 +2,7 @@
 
 The way of a program, and the files in the order in which they build on each other:
 
-  - what each primitive requires: the op table (`_registry`, `rules`); what the user asks for:
+  - what each primitive requires: the op table (`_registry`); what the user asks for:
     `_request`, `_precision`;
   - `_autocast` and `_program` trace the function at its nominal (float32) types;
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, and of the functions inside, with
@@ -17,7 +17,7 @@ The way of a program, and the files in the order in which they build on each oth
     `_operations` reads the steps, for reports.
 """
 
-from jmp.autocasting import kinds, rules, targets
+from jmp.autocasting import kinds, targets
 from jmp.autocasting._autocast import autocast, full_precision
 from jmp.autocasting._operations import (
     Float16OnTpuWarning,
@@ -37,6 +37,5 @@ __all__ = [
     "full_precision",
     "kinds",
     "register_rule",
-    "rules",
     "targets",
 ]

@@ -24,7 +24,7 @@ from jmp.autocasting._lowerings import (
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._precision import why_not_lowered, with_default
 from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
-from jmp.autocasting._registry import Category
+from jmp.autocasting._registry import Category, params_in_half
 from jmp.autocasting._steps import (
     Arithmetic,
     Island,
@@ -262,7 +262,7 @@ class Planner(Level):
         if arithmetic is Arithmetic.HALF:
             reads = tuple(self._read_half(node, value) for value in node.inputs)
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
-            params = node.rule.params_in_half(node.params, self.half) if is_half else node.params
+            params = params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node)

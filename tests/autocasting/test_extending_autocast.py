@@ -46,10 +46,10 @@ def test_a_new_rule_is_one_row(softsign):
     np.testing.assert_allclose(jax.grad(autocast)(X), jax.grad(layers)(X), atol=2e-3)
 
 
-def test_a_new_product_names_the_parameter_that_says_its_dtype():
+def test_the_parameter_of_a_new_product_says_its_dtype():
     product = Primitive("product_for_the_test")
     product.def_abstract_eval(lambda x, w, dtype: x.update(dtype=dtype))
-    register_rule(product, "low", "runs on the tensor cores", dtype_param="dtype")
+    register_rule(product, "low", "runs on the tensor cores")
 
     autocast = jmp.autocast(lambda x: product.bind(x, W, dtype=X.dtype), "mixed_float16")
     (equation,) = named(product.name, autocast, X)
