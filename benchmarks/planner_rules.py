@@ -141,7 +141,7 @@ RULES = [
     Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
-    Rule("counts are exact", {"_flatten.why_exact": lambda _: ""}),
+    Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten.find_angles": _without_angles}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
     Rule("states of products are carried in half", {"_carries.reaching_inside": lambda *_: set()}),
