@@ -16,9 +16,11 @@ T = TypeVar("T")
 # Equations that call one function once, with their operands as its arguments.
 CALLS = frozenset({
     "jit", "pjit", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
-    "shard_map", "closed_call", "core_call",
+    "shard_map", "closed_call", "core_call", "eval_jaxpr",
 })  # fmt: skip
 JITS = ("jit", "pjit")
+# They say nothing but which function. JAX 0.12 binds one for a call of `jax.jit(f).trace(x)`.
+PLAIN_CALLS = ("closed_call", "core_call", "eval_jaxpr")
 # Kernels that run as they were written, with their products.
 OPAQUE = ("pallas_call",)
 PSUMS = ("psum", "psum2", "psum_invariant")
@@ -140,10 +142,13 @@ def is_jit(equation: core.JaxprEqn) -> bool:
     return equation.primitive.name in JITS
 
 
-def is_plain_jit(equation: core.JaxprEqn) -> bool:
-    """Returns whether an equation is a jit that may be inlined: it pins nothing down."""
-    if not is_jit(equation) or equation.effects:
+def is_plain_call(equation: core.JaxprEqn) -> bool:
+    """Returns whether an equation calls a function that may be inlined: it pins nothing down."""
+    is_plain = equation.primitive.name in PLAIN_CALLS
+    if equation.effects or not (is_plain or is_jit(equation)):
         return False
+    if is_plain:
+        return True
     params = equation.params
     layouts = (*params["in_layouts"], *params["out_layouts"])
     shardings = {*map(type, params["in_shardings"]), *map(type, params["out_shardings"])}

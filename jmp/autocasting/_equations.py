@@ -108,8 +108,9 @@ def is_marker(equation: JaxprEqn) -> bool:
 
 
 def draws_bits(equation: JaxprEqn) -> bool:
-    """Returns whether random bits are drawn inside: such a jit is a level of its own."""
-    return any(rule_for(inner.primitive.name).draws_bits for inner in inner_equations(equation))
+    """Returns whether a jit draws random bits: it is a level of its own."""
+    inner = inner_equations(equation) if _jax_compat.is_jit(equation) else ()
+    return any(rule_for(each.primitive.name).draws_bits for each in inner)
 
 
 # Plain forms.

@@ -1,6 +1,6 @@
 """From a jaxpr to the graph of one level of nesting.
 
-Inner jits that mean nothing (no shardings, no donation) are inlined, so that the planner sees
+Inner calls that mean nothing (no shardings, no donation) are inlined, so that the planner sees
 through the many small ones of `jax.numpy`; dead code is left behind. Whatever remains nested
 (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 """
@@ -124,7 +124,7 @@ class _Flattening:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             stack = outer + equation.source_info.name_stack
-            if _jax_compat.is_plain_jit(equation) and not draws_bits(equation):
+            if _jax_compat.is_plain_call(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
                 held = [_closed_over_value(array, half, array) for array in constants]
                 results = self.run(inner, [*held, *operands], stack, (*around, equation))

@@ -182,12 +182,12 @@ def replay(
             return lambda *arrays: replay(jaxpr, arrays, on_results, own_path, below)
 
         name, params = equation.primitive.name, equation.params
+        if _jax_compat.is_plain_call(equation):
+            return on_results(here, inside(0, _jax_compat.called(params))(*operands))
         if name not in REPLAYED_INSIDE:
             return on_results(here, _jax_compat.bind(equation.primitive, operands, params))
         kind = kind_of(name)
         functions = list(map(inside, itertools.count(), kind.functions(equation)))
-        if _jax_compat.is_plain_jit(equation):
-            return on_results(here, functions[0](*operands))
         return on_results(here, kind.emit(equation, operands, functions))  # as autocast emits it
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))

@@ -129,6 +129,21 @@ def test_a_newer_scan_runs_forwards_and_its_products_are_named(flag):
     np.testing.assert_allclose(result, jax.jit(loop)(W, X), atol=0.01)
 
 
+def test_a_function_that_was_traced_before_is_seen_through():
+    def loss(w, x, key):
+        x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0)
+        return jnp.sum(jnp.log(jax.nn.relu(x @ w) - 1))
+
+    arguments = W, X, KEYS[2]
+    traced = jax.jit(loss).trace(*arguments)  # JAX 0.12 calls it by an equation of its own
+    program = lambda w: traced(w, *arguments[1:])
+    assert set(product_dtypes(jmp.autocast(program, "mixed_float16"), W)) == {"float16"}
+    found = jmp.diagnostics.find_nonfinite(program)(W)
+    assert found.operation == "log"
+    report = str(jmp.diagnostics.gradient_report(lambda w: traced(w, X, KEYS[2]))(jnp.abs(W)))
+    assert "log" in report
+
+
 # A primitive of somebody's.
 
 holder_p = Primitive("holder")
