@@ -390,8 +390,9 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
     "argmin": lambda node, x: Magnitude(0, node.inputs[0].size),
 }
-TRANSFERS |= dict.fromkeys("sinh cosh tan lgamma".split(), lambda node, x: STEEP)
-LEVEL = "log log1p asinh acosh atanh erf_inv asin acos atan atan2 erfc sign"
+STEEP_ONES = "sinh cosh tan lgamma polynomial"
+TRANSFERS |= dict.fromkeys(STEEP_ONES.split(), lambda node, *operands: STEEP)
+LEVEL = "log log1p log2 asinh acosh atanh erf_inv asin acos atan atan2 erfc sign"
 TRANSFERS |= dict.fromkeys(LEVEL.split(), lambda node, *operands: FLAT)
 # Of these the length of an axis is part of the bounds.
 COUNTING = {*"reduce_sum reduce_prod cumsum cumprod scatter-add iota argmax argmin".split()}

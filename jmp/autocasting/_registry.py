@@ -245,11 +245,11 @@ FULL = {
         "grows exponentially: exp(12) overflows float16",
         "fusible expensive",
     ),
-    "log log1p": (
+    "log log1p log2": (
         "log of a half probability loses all digits near 1; log(0) where float16 flushes",
         "fusible expensive",
     ),
-    "pow integer_pow square": (
+    "pow integer_pow square polynomial": (
         "300 squared overflows float16; squares of small values become zero",
         "fusible expensive",
     ),
