@@ -28,7 +28,7 @@ from jmp.autocasting._facts import (
     exposed_values,
     holds_product,
     multiplied_values,
-    reaching_inside,
+    reaching,
 )
 from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
@@ -69,7 +69,7 @@ def carried_in_half(
     triples = zip(carries_of(inside).values(), graph.outputs, node.outputs, strict=False)
     carries = list(itertools.starmap(_Carry, triples))
     # In a turn, or in one that follows.
-    multiplied = reaching_inside(inside, set(), holds_product, lambda _: False)
+    multiplied = reaching(inside, [], holds_product, lambda _: False)
     asked = set() if condition is None else _asked(condition, level.half)
     found = [
         carry

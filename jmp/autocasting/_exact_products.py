@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._facts import is_low_node, reaching, reaching_inside
+from jmp.autocasting._facts import is_low_node, reaching
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import (
@@ -140,25 +140,15 @@ def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
                     yield array
 
 
-def find_angles(
-    graph: Graph, wrapped: set[Value] | None = None
-) -> Iterator[tuple[Graph, set[Value], list[Node]]]:
-    """Yields each level with what reaches a function that wraps, and its products of angles.
-
-    These are the products of inputs whose results reach such a function.
-
-    Args:
-      wrapped: the values that reach one, if that is known; also in later turns, or outside.
-    """
-    if wrapped is None:
-        wrapped = reaching(graph, [], wraps, is_low_node)
-    products = (node for node in graph.nodes if node.is_product and _reads_inputs(node))
-    yield graph, wrapped, [node for node in products if not wrapped.isdisjoint(node.outputs)]
-    for inside in (inside for node in graph.nodes for inside in node.insides):
-        yield from find_angles(inside.graph, reaching_inside(inside, wrapped, wraps, is_low_node))
+def products_that_wrap(graph: Graph) -> set[Node]:
+    """Returns the products, on all levels, whose results reach a function that wraps."""
+    wrapped = reaching(graph, [], wraps, is_low_node)
+    products = (node for node in graph.all_nodes() if node.is_product)
+    return {node for node in products if not wrapped.isdisjoint(node.outputs)}
 
 
-def _reads_inputs(product: Node) -> bool:
+def reads_inputs(product: Node) -> bool:
+    """Returns whether no other product stands before one: it gives angles, if its result wraps."""
     return all(v.is_float32 and v.provenance <= ValueProvenance.INPUTS for v in product.inputs[:2])
 
 

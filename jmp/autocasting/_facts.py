@@ -19,6 +19,7 @@
   a barrier, and so end deeper.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from jmp.autocasting._graph import (
     Node,
     Value,
     downstream,
+    reached,
     upstream,
     value_of,
 )
@@ -97,60 +99,51 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
 
 
 def reaching(
-    graph: Graph,
+    level: Graph | Inside,
     outputs: Iterable[Value],
     starts: Callable[[Node], bool],
     stops: Callable[[Node], bool],
 ) -> set[Value]:
-    """Returns the values of a level from which a way leads to an output, or to a node.
+    """Returns the values of a level, and of those inside, that reach an output or a node.
 
-    It is the backward analysis: levels inside are gone through operand by operand, and the turns of
-    a loop until nothing new is found.
+    It is the backward analysis: what is inside is gone through as well, also in further turns of a
+    loop.
 
     Args:
+      level: given as a function inside, what reaches an output in a later turn counts too.
       outputs: of the level.
-      starts: at which nodes the search starts: ways lead to them. Those inside count too.
-      stops: which nodes no way leads through.
+      starts: the nodes that are to be reached, also those inside.
+      stops: the nodes that nothing is followed through.
     """
     found = set(outputs)
-    for node in reversed(graph.nodes):
-        if starts(node):
+    made_of: dict[Value, list[Value]] = collections.defaultdict(list)
+
+    def enter(graph: Graph) -> None:
+        for node in graph.nodes:
             # Indices, masks and sizes carry no precision from one side to the other.
-            found.update(filter(is_inexact, node.inputs))
-        elif node.insides and not stops(node):
-            for inside in node.insides:
-                values = reaching_inside(inside, found, starts, stops)
-                pairs = zip(inside.arguments, inside.inputs, strict=True)
-                operands = (value_of(argument) for argument, value in pairs if value in values)
-                found.update(filter(is_inexact, operands))
-        elif not (found.isdisjoint(node.outputs) or stops(node)):
-            found.update(filter(is_inexact, node.inputs))
-    return found
+            operands = list(filter(is_inexact, node.inputs))
+            if starts(node):
+                found.update(operands)
+            elif stops(node):
+                continue
+            elif node.insides:
+                for inside in node.insides:
+                    enter_inside(inside)
+            else:
+                made_of.update(dict.fromkeys(node.outputs, operands))
 
+    def enter_inside(inside: Inside) -> None:
+        for result, own in zip(inside.results, inside.graph.outputs, strict=False):
+            made_of[result].append(own)
+        for argument, own in zip(inside.arguments, inside.inputs, strict=True):
+            if is_inexact(own):
+                made_of[own].append(value_of(argument))
+                if isinstance(argument, Carry) and inside.results:  # the body's, not a condition's
+                    made_of[own].append(inside.graph.outputs[argument.number])
+        enter(inside.graph)
 
-def reaching_inside(
-    inside: Inside, found: Set[Value], starts: Callable[[Node], bool], stops: Callable[[Node], bool]
-) -> set[Value]:
-    """Returns the values of a function inside from which a way leads to `found`, or to a node.
-
-    It may lead there in a later turn of a loop.
-
-    Args:
-      found: values of the level around; see `reaching` for the others.
-    """
-    outputs = inside.graph.outputs
-    reach = {own for own, result in zip(outputs, inside.results, strict=False) if result in found}
-    carries = [
-        (value, outputs[argument.number])
-        for argument, value in zip(inside.arguments, inside.inputs, strict=True)
-        if isinstance(argument, Carry) and inside.results
-    ]
-    while True:
-        values = reaching(inside.graph, reach, starts, stops)
-        again = reach | {after for before, after in carries if before in values}
-        if again == reach:
-            return values
-        reach = again
+    enter_inside(level) if isinstance(level, Inside) else enter(level)
+    return set(reached(found, lambda value: made_of.get(value, ())))
 
 
 def is_low_node(node: Node) -> bool:

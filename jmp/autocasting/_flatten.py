@@ -15,7 +15,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp import _jax_compat
 from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, provenance_of_results, why_exact
+from jmp.autocasting._exact_products import (
+    WHY_ANGLE,
+    products_that_wrap,
+    provenance_of_results,
+    reads_inputs,
+    why_exact,
+)
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
@@ -48,15 +54,14 @@ def graph_of(
       request: see `Request`.
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
-    for level, wrapped, angles in list(find_angles(graph)):
-        level.wrapped = wrapped
-        for node in angles:
-            if node.name not in request.settings.overrides:
-                node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+    wrapping = products_that_wrap(graph)
+    for node in graph.all_nodes():
+        node.is_wrapped = node in wrapping
+        if node.is_wrapped and reads_inputs(node) and node.name not in request.settings.overrides:
+            node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
-        for node in level.nodes:
-            if not node.goes_inside:
-                node.params = in_regions(node, request)
+        if not node.goes_inside:
+            node.params = in_regions(node, request)
     return graph
 
 

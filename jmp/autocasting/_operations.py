@@ -160,10 +160,9 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
 
 def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
     """Yields the half products whose results reach a function that wraps, such as sin."""
-    for step, level, _ in steps:
-        if isinstance(step, Single) and step.node.is_product and step.is_half:
-            if not level.graph.wrapped.isdisjoint(step.node.outputs):
-                yield step.node
+    for step, _, _ in steps:
+        if isinstance(step, Single) and step.node.is_wrapped and step.is_half:
+            yield step.node
 
 
 def read_offsets_of(steps: Iterable[Ran]) -> Iterator[Node]:
