@@ -15,20 +15,20 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp import _jax_compat
 from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._exact_products import (
-    WHY_ANGLE,
-    products_that_wrap,
-    provenance_of_results,
-    reads_inputs,
-    why_exact,
-)
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
 from jmp.autocasting._precision import in_regions, with_older_forms
+from jmp.autocasting._products import (
+    WHY_ANGLE,
+    products_that_wrap,
+    provenance_of_results,
+    reads_inputs,
+    scaled_before,
+    why_exact,
+)
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request
-from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
 # An input, as far as it is known: an argument of the function, or what it is made of.

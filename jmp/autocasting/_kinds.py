@@ -23,10 +23,16 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
-from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
+from jmp.autocasting._facts import (
+    Destination,
+    Info,
+    Softmax,
+    exposed_values,
+    facts_of,
+    softmaxes_of,
+)
 from jmp.autocasting._graph import Argument, Graph, Node, Value, value_of
 from jmp.autocasting._magnitudes import hull
-from jmp.autocasting._patterns import Softmax, softmaxes_of
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Context, Function, Nested, Plan, Read, Unplanned

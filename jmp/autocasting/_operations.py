@@ -14,11 +14,11 @@ from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp._messages import PrecisionWarning, described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
-from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
+from jmp.autocasting._products import WHY_EXACT
 from jmp.autocasting._propagation import scope_of, walk_inside
 from jmp.autocasting._registry import NO_RULE, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 import jax.numpy as jnp
 
 from jmp.autocasting._carries import find_caches
-from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
 from jmp.autocasting._operations import Operation, is_product, read_offsets_of, rounded_arguments_of
+from jmp.autocasting._products import WHY_EXACT
 from jmp.autocasting._steps import Plan, steps_of
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, added_up, product_of

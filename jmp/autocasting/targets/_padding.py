@@ -20,12 +20,11 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting._constants import is_pointwise, keeps_places
-from jmp.autocasting._facts import is_row_reduction
+from jmp.autocasting._facts import Softmax, is_row_reduction
 from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._patterns import Softmax
 from jmp.autocasting._steps import Environment, Island, Single, Step, nodes_of
 from jmp.autocasting.attention._axes import Axes, Labelled, own_axes
 from jmp.autocasting.targets._softmax import KEPT_WEIGHTS

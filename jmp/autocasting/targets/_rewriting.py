@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._facts import Softmax
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._passes import Pass
-from jmp.autocasting._patterns import Softmax
 from jmp.autocasting._steps import Island, Rewrite, on_islands
 
 
