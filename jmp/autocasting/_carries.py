@@ -32,8 +32,7 @@ from jmp.autocasting._facts import (
 )
 from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._registry import is_low
-from jmp.autocasting._steps import Arithmetic, Nested, Plan, Single, Unplanned, steps_of
+from jmp.autocasting._steps import Plan, Single
 
 
 class _Carry(NamedTuple):
@@ -150,15 +149,10 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
         for step in plan.steps
         if isinstance(step, Single) and step.node.name == "gather" and step.stores == (level.half,)
     }
-    exact = {
-        step.node
-        for step in plan.steps
-        if isinstance(step, Nested) and any(map(_multiplies_float32, step.insides))
-    }
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
     found = multiplied_values(plan.graph, [])
-    found -= exposed_values(plan.graph, wide, level.half, lookups, exact)
+    found -= exposed_values(plan.graph, wide, level.half, lookups)
     if level.half == np.float16:
         # One that may be a mask is held within float16's range, where it is applied.
         found = {value for value in found if not any(user.rule.masks for user in value.users)}
@@ -167,16 +161,6 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
         for value in found.intersection(plan.graph.inputs)
         if value.is_float32 and value.varies and not lookups.issuperset(value.users)
     }
-
-
-def _multiplies_float32(inside: Plan | Unplanned) -> bool:
-    """Returns whether a planned function has a product that is not half."""
-    return isinstance(inside, Plan) and any(
-        isinstance(step, Single)
-        and is_low(step.node.equation)
-        and step.arithmetic is Arithmetic.FLOAT32
-        for step, *_ in steps_of(inside)
-    )
 
 
 def find_caches(plan: Plan) -> list[Value]:

@@ -194,16 +194,14 @@ def exposed_values(
     outputs: Iterable[Value],
     half: np.dtype,
     lookups: Set[Node] = frozenset(),
-    exact: Set[Node] = frozenset(),
 ) -> set[Value]:
     """Returns the values of a level that more than half products read, moved or as they are.
 
     Args:
       outputs: those of the level that are so read outside.
       lookups: nodes that count as half products.
-      exact: nodes that hold a product that is not half, such as one of angles.
     """
-    starts = lambda node: node in exact or (node not in lookups and reads_numbers(node, half))
+    starts = lambda node: node not in lookups and reads_numbers(node, half)
     is_product = lambda node: node.is_product or node in lookups
     return reaching(graph, outputs, starts, is_product)
 
