@@ -4,7 +4,7 @@ The way of a program, and the files in the order in which they build on each oth
 
   - what each primitive requires: the op table (`_registry`); what the user asks for:
     `_request`, `_precision`;
-  - `_autocast` and `_program` trace the function at its nominal (float32) types;
+  - `_autocast` traces the function at its nominal (float32) types;
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, and of the functions inside, with
     what is known of each value's numbers (`_numbers`) and the rule of each equation (`_equations`,
     `_products`); `_propagation` follows what is known through jaxprs;
