@@ -163,24 +163,6 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
     }
 
 
-def find_caches(plan: Plan) -> list[Value]:
-    """Returns the float32 arguments of a program that are buffers: caches that it returns written.
-
-    They keep their dtype, as all arguments do.
-    """
-    graph = plan.graph
-    inputs = [value for value in graph.inputs if value.is_float32]
-    exposed = exposed_values(graph, (), plan.request.settings.compute_dtype)
-    found = multiplied_values(graph, [])
-    changed = [output for output in graph.outputs if output not in inputs]
-    return [
-        value
-        for value in inputs
-        if value in found - exposed
-        and any(value.aval.shape == x.aval.shape and value in _held_by(x) for x in changed)
-    ]
-
-
 def _held_by(result: Value) -> set[Value]:
     """Returns the values whose numbers a value may hold, moved and with others between."""
 

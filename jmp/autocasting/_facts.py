@@ -231,11 +231,6 @@ def read_otherwise_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     return reaching(graph, outputs, starts, is_product)
 
 
-def is_multiplied(reader: Node, read_otherwise: Set[Value]) -> bool:
-    """Returns whether a node is a product, or moves what only products read."""
-    return reader.is_product or (reader.rule.moves and read_otherwise.isdisjoint(reader.outputs))
-
-
 def find_dependent(
     graph: Graph, infos: Sequence[Info], rounded: Set[Value]
 ) -> tuple[set[Node], set[Value]]:

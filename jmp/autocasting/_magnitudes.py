@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import Carry, Node, Value, are_same, root, source_through, value_of
+from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
 from jmp.autocasting._numbers import UNKNOWN, dtype_of, has_symbols, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
@@ -221,23 +221,6 @@ def _add(x: Magnitude, y: Magnitude) -> Magnitude:
     return Magnitude(x.low + y.low, x.high + y.high, degree, terms, offset, scale)
 
 
-def _subtract(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
-    found = _add(x, y.opposite)
-    return found._replace(high=0.0) if _are_maxima(node.inputs[1], node.inputs[0]) else found
-
-
-def _are_maxima(value: Value, of: Value) -> bool:
-    """Returns whether each number of `of` meets in `value` a maximum over numbers it is one of."""
-    keeps_order = lambda n: n.rule.reshapes or n.rule.repeats or n.name == "stop_gradient"
-    source = source_through(value, keeps_order)
-    node = source.producer
-    if node is None or node.name != "reduce_max" or not are_same(node.inputs[0], of):
-        return False
-    reduced = node.params["axes"]
-    rows = tuple(1 if axis in reduced else n for axis, n in enumerate(shape_of(of)))
-    return source.size == value.size and (source.size == 1 or shape_of(value) == rows)
-
-
 def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
     products = [0.0 if 0 in (a, b) else a * b for a in (x.low, x.high) for b in (y.low, y.high)]
     found = Magnitude(min(products), max(products), terms=x.terms * y.terms)
@@ -359,7 +342,7 @@ def _length_along(node: Node, parameter: str) -> int:
 TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "add": _added,
     "add_any": _added,
-    "sub": _subtract,
+    "sub": lambda node, x, y: _add(x, y.opposite),
     "neg": lambda node, x: x.opposite,
     "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
