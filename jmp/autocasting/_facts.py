@@ -184,11 +184,6 @@ def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     return reaching(graph, outputs, is_maximum, is_low_node)
 
 
-def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
-    """Returns the values that reach a product, in whatever dtype."""
-    return reaching(graph, outputs, holds_product, lambda _: False)
-
-
 def exposed_values(
     graph: Graph,
     outputs: Iterable[Value],
@@ -208,7 +203,7 @@ def exposed_values(
 
 def reads_numbers(node: Node, half: np.dtype) -> bool:
     """Returns whether a node is neither a half product, nor only moves what it reads."""
-    if node.region.in_float32:
+    if node.region.in_float32 or node.is_in_full:
         return True
     if is_low(node.equation):
         return not node.is_product or bool(why_not_lowered(node, half))
