@@ -76,6 +76,7 @@ class Facts(NamedTuple):
     compared: Set[Value]  # they reach a maximum, such as that of a softmax, or may reach one
     read_otherwise: Set[Value]  # other operations than products read them, moved or as they are
     kept: Set[Value]  # outputs whose `Destination` is not `rounded`
+    softmaxes: "Sequence[Softmax]"
 
     def is_bias(self, value: Value) -> bool:
         """Returns whether a value is taken for a bias rather than for a mask, by its shape.
@@ -99,7 +100,10 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     compared = compared_values(graph, graph.outputs)
     kept = {value for value, where in goes if not where.rounded}
     others = read_otherwise_values(graph, kept)
-    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept)
+    softmaxes = softmaxes_of(graph.nodes)
+    return Facts(
+        feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept, softmaxes
+    )
 
 
 def reaching(

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp import _jax_compat
 from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
+from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
 from jmp.autocasting._precision import in_regions, with_older_forms
@@ -219,11 +219,6 @@ def _known_result(
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
     """Drops what no output and no marker needs."""
-    needed = {value.producer for value in outputs}
-    kept = []
-    for node in reversed(nodes):
-        if node in needed or node.is_marker:
-            kept.append(node)
-            needed.update(value.producer for value in node.inputs)
-    kept.reverse()
-    return kept
+    markers = [value for node in nodes if node.is_marker for value in (*node.inputs, *node.outputs)]
+    needed = {value.producer for value in upstream(*outputs, *markers)}
+    return [node for node in nodes if node in needed or node.is_marker]

@@ -187,9 +187,9 @@ def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Itera
         stack += new
 
 
-def upstream(value: Value) -> Iterator[Value]:
-    """Yields a value and all that it is computed from."""
-    return reached([value], lambda v: () if v.producer is None else v.producer.inputs)
+def upstream(*values: Value) -> Iterator[Value]:
+    """Yields values and all that they are computed from."""
+    return reached(values, lambda v: () if v.producer is None else v.producer.inputs)
 
 
 def downstream(value: Value, through: Callable[[Node], bool]) -> Iterator[Value]:

@@ -182,7 +182,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
     if rule.bounded:
         return Magnitude(-1, 1)
     if rule.sums_devices:
-        return _partial_sums(operands[0], _devices_added(node))._replace(terms=operands[0].terms)
+        return operands[0]._replace(low=-math.inf, high=math.inf)
     if rule.moves or rule.reduces or rule.casts:
         return operands[0]
     if rule.holds_operands or node.holds_functions:
@@ -323,15 +323,6 @@ def _scattered(node: Node, added: Magnitude) -> Magnitude:
 def _ratio(node: Node, operand: int = 0, least: float = 1.0) -> float:
     """Returns how many numbers of an operand there are to one of the result."""
     return max(least, node.inputs[operand].size / max(1, node.outputs[0].size))
-
-
-def _devices_added(node: Node) -> int:
-    """Returns over how many devices an equation adds up."""
-    names = node.params.get("axes", node.params.get("axis_name", ()))
-    lengths = node.inputs[0].aval.sharding.mesh.shape
-    return math.prod(
-        lengths.get(name, UNKNOWN) for name in (names if isinstance(names, tuple) else (names,))
-    )
 
 
 def _length_along(node: Node, parameter: str) -> int:

@@ -157,20 +157,6 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
                 yield SATURATED, step.node, times
 
 
-def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
-    """Yields the half products whose results reach a function that wraps, such as sin."""
-    for step, _, _ in steps:
-        if isinstance(step, Single) and step.node.is_wrapped and step.is_half:
-            yield step.node
-
-
-def read_offsets_of(steps: Iterable[Ran]) -> Iterator[Node]:
-    """Yields the half products that read numbers beside an offset, such as kelvin."""
-    for step, _, _ in steps:
-        if isinstance(step, Single) and step.reads_offset:
-            yield step.node
-
-
 def is_product(equation: Any) -> bool:
     """Returns whether an equation is a product by the op table; an inner product is a sum."""
     return is_low(equation) and not is_inner_product(equation)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 import jax.numpy as jnp
 
 from jmp.autocasting._graph import Node
-from jmp.autocasting._operations import Operation, is_product, read_offsets_of, rounded_arguments_of
+from jmp.autocasting._operations import Operation, is_product
 from jmp.autocasting._products import WHY_EXACT
-from jmp.autocasting._steps import Plan, steps_of
+from jmp.autocasting._steps import Plan, Single, steps_of
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, added_up, product_of
 from jmp.diagnostics._walk import module_and_line, place_name
@@ -89,13 +89,16 @@ def dear_in_float32(rows: list[Row]) -> Iterator[str]:
 def lost_digits(plan: Plan, half: str) -> Iterator[str]:
     """Yields a sentence for each half product that loses digits which matter."""
     spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
-    for place in dict.fromkeys(map(_place, rounded_arguments_of(steps_of(plan)))):
+    singles = [step for step, *_ in steps_of(plan) if isinstance(step, Single) and step.is_half]
+    wrapped = (step.node for step in singles if step.node.is_wrapped)
+    beside_offsets = (step.node for step in singles if step.reads_offset)
+    for place in dict.fromkeys(map(_place, wrapped)):
         yield (
             f"a product at {place} multiplies in {half}, and its result goes to a function that "
             f"wraps, such as sin: {half} knows 1000 to {spacing:g}. Keep the product in float32 by "
             "a rule if its results are large"
         )
-    for place in dict.fromkeys(map(_place, read_offsets_of(steps_of(plan)))):
+    for place in dict.fromkeys(map(_place, beside_offsets)):
         yield (
             f"a product at {place} multiplies in {half} numbers to which a much larger one was "
             f"added: {half} knows 1000 to {spacing:g}. Take it away before the product, or keep "

@@ -122,7 +122,7 @@ def _padded_steps(island: Island, step_of: Mapping[Node, Step], level: Level) ->
     if not (_may_pad(before) and _may_pad(after)):
         return {}
     axes = _axes_inside(island)
-    softmax = next(one for one in level.softmaxes if one.division is division)
+    softmax = next(one for one in level.facts.softmaxes if one.division is division)
     rows = _rows_of(softmax, island, axes)
     if rows is None:
         return {}
