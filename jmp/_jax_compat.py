@@ -19,6 +19,8 @@ CALLS = frozenset({
     "shard_map", "closed_call", "core_call",
 })  # fmt: skip
 JITS = ("jit", "pjit")
+# Kernels that run as they were written, with their products.
+OPAQUE = ("pallas_call",)
 PSUMS = ("psum", "psum2", "psum_invariant")
 REMAT = ("checkpoint", "remat", "remat2")
 # The name scope of what remat computes again in a backward pass.

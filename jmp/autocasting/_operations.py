@@ -15,6 +15,7 @@ from jmp._jax_compat import Params
 from jmp._messages import PrecisionWarning, described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
 from jmp.autocasting._graph import Node
+from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
 from jmp.autocasting._products import WHY_EXACT
@@ -32,7 +33,7 @@ NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 class NoHalfProductWarning(PrecisionWarning):
-    """A function has products, and a half policy lowered none of them.
+    """A function has products, and a half policy lowered none of them, or none that some hold.
 
     The warning counts the reasons. `diagnostics.precision_report` names each product with its own.
 
@@ -210,6 +211,32 @@ def _gradients_stay_half(plan: Plan, name: str) -> str:
     )
 
 
+def _products_out_of_sight(plan: Plan, name: str) -> str:
+    """Says which primitives hold float32 products that stay so because nothing plans them."""
+    found: collections.Counter[str] = collections.Counter()
+    for operation in operations_of(filter(_is_unplanned, steps_of(plan))):
+        is_float32 = is_product(operation.equation) and NOT_HALF.issuperset(operation.dtypes_in)
+        if is_float32 and not _is_callers_wish(operation, plan):
+            found[_jax_compat.called_name(operation.node.equation)] += 1
+    if not found.total() or _no_product_is_half(plan, name):
+        return ""
+    listed = ", ".join(f"{count} in {holder}" for holder, count in found.items())
+    return (
+        f"autocast of {described(name)} does not plan what holds these products, which stay "
+        f"float32: {listed}. Wrap the functions inside by an autocast of their own, or mark them "
+        "by jmp.full_precision if they are to be float32."
+    )
+
+
+def _is_unplanned(ran: Ran) -> bool:
+    """Returns whether a step holds functions that are no kernel, and that nothing plans."""
+    if not isinstance(ran.step, Single):
+        return False
+    node = ran.step.node
+    is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
+    return not is_known and node.holds_functions
+
+
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:
     """Says that a program for a TPU computes in float16."""
     request = plan.request
@@ -225,6 +252,7 @@ def _is_float16_on_tpu(plan: Plan, name: str) -> str:
 # Sentences on a plan, given the name of its function, and their warnings; "" for nothing.
 WARNINGS: tuple[tuple[Callable[[Plan, str], str], type[UserWarning]], ...] = (
     (_no_product_is_half, NoHalfProductWarning),
+    (_products_out_of_sight, NoHalfProductWarning),
     (_gradients_stay_half, HalfReductionWarning),
     (_is_float16_on_tpu, Float16OnTpuWarning),
 )

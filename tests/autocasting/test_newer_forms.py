@@ -157,7 +157,9 @@ def said(fun):
     return [str(warning.message) for warning in caught]
 
 
-def test_products_that_nothing_plans_are_named():
+def test_products_that_nothing_plans_are_named_once():
+    (message,) = said(lambda w, x: held(w, x @ w) + held(w, x))
+    assert "does not plan what holds these products, which stay float32: 2 in holder. " in message
     (message,) = said(held)
     assert "computes no product" in message and "inside holder, which runs as written" in message
 
