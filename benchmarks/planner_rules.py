@@ -26,7 +26,7 @@ import pathlib
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,8 +36,7 @@ import numpy as np
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting import _planner, _reasons
-from jmp.autocasting._exact_products import find_angles
+from jmp.autocasting import _carries, _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._passes import targets
 from jmp.autocasting._steps import Arithmetic
@@ -89,13 +88,13 @@ def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
-def _without_angles(graph: Any) -> Iterator[Any]:
-    return ((level, wrapped, []) for level, wrapped, _ in find_angles(graph))
-
-
 WHY_OPERAND = _reasons._why_operand
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
+
+
+def _only_streams(_: Any, __: Any, ___: Any, streams: Sequence[bool]) -> Any:
+    return _carries.InHalf(list(streams), [False] * len(streams))
 
 
 def _without_derivatives() -> Any:
@@ -142,9 +141,9 @@ RULES = [
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
-    Rule("angles are exact", {"_flatten.find_angles": _without_angles}),
+    Rule("angles are exact", {"_flatten.reads_inputs": lambda _: False}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
-    Rule("states of products are carried in half", {"_carries.reaching_inside": lambda *_: set()}),
+    Rule("states of products are carried in half", {"kinds.scan.carried_in_half": _only_streams}),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     *(

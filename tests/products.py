@@ -1,7 +1,7 @@
 """Finds every product of a program and the dtypes it works in; weights for such products.
 
 A matrix that a function makes of literals, and an axis of length one, are no stand-ins for weights
-and features: such products are float32, or multiplications (`jmp.autocasting._exact_products`).
+and features: such products are float32, or multiplications (`jmp.autocasting._products`).
 """
 
 import collections

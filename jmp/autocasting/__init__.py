@@ -4,10 +4,10 @@ The way of a program, and the files in the order in which they build on each oth
 
   - what each primitive requires: the op table (`_registry`); what the user asks for:
     `_request`, `_precision`;
-  - `_autocast` and `_program` trace the function at its nominal (float32) types;
+  - `_autocast` traces the function at its nominal (float32) types;
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, and of the functions inside, with
     what is known of each value's numbers (`_numbers`) and the rule of each equation (`_equations`,
-    `_exact_products`, `_loop_constants`); `_propagation` follows what is known through jaxprs;
+    `_products`); `_propagation` follows what is known through jaxprs;
   - `_facts` finds the facts of the graph, by pure functions, `_magnitudes` how large values are;
   - `_planner` decides every dtype and makes steps (`_steps`), with the help of `_reasons`,
     `_islands` and `_sending`; what nests is planned by its kind (`_kinds`, `kinds/`) as a level;

@@ -27,13 +27,11 @@ from jmp.autocasting._facts import (
     Info,
     exposed_values,
     holds_product,
-    multiplied_values,
-    reaching_inside,
+    reaching,
 )
 from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._registry import is_low
-from jmp.autocasting._steps import Arithmetic, Nested, Plan, Single, Unplanned, steps_of
+from jmp.autocasting._steps import Plan, Single
 
 
 class _Carry(NamedTuple):
@@ -69,7 +67,7 @@ def carried_in_half(
     triples = zip(carries_of(inside).values(), graph.outputs, node.outputs, strict=False)
     carries = list(itertools.starmap(_Carry, triples))
     # In a turn, or in one that follows.
-    multiplied = reaching_inside(inside, set(), holds_product, lambda _: False)
+    multiplied = reaching(inside, [], holds_product, lambda _: False)
     asked = set() if condition is None else _asked(condition, level.half)
     found = [
         carry
@@ -150,15 +148,10 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
         for step in plan.steps
         if isinstance(step, Single) and step.node.name == "gather" and step.stores == (level.half,)
     }
-    exact = {
-        step.node
-        for step in plan.steps
-        if isinstance(step, Nested) and any(map(_multiplies_float32, step.insides))
-    }
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
-    found = multiplied_values(plan.graph, [])
-    found -= exposed_values(plan.graph, wide, level.half, lookups, exact)
+    found = reaching(plan.graph, [], holds_product, lambda _: False)
+    found -= exposed_values(plan.graph, wide, level.half, lookups)
     if level.half == np.float16:
         # One that may be a mask is held within float16's range, where it is applied.
         found = {value for value in found if not any(user.rule.masks for user in value.users)}
@@ -167,34 +160,6 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
         for value in found.intersection(plan.graph.inputs)
         if value.is_float32 and value.varies and not lookups.issuperset(value.users)
     }
-
-
-def _multiplies_float32(inside: Plan | Unplanned) -> bool:
-    """Returns whether a planned function has a product that is not half."""
-    return isinstance(inside, Plan) and any(
-        isinstance(step, Single)
-        and is_low(step.node.equation)
-        and step.arithmetic is Arithmetic.FLOAT32
-        for step, *_ in steps_of(inside)
-    )
-
-
-def find_caches(plan: Plan) -> list[Value]:
-    """Returns the float32 arguments of a program that are buffers: caches that it returns written.
-
-    They keep their dtype, as all arguments do.
-    """
-    graph = plan.graph
-    inputs = [value for value in graph.inputs if value.is_float32]
-    exposed = exposed_values(graph, (), plan.request.settings.compute_dtype)
-    found = multiplied_values(graph, [])
-    changed = [output for output in graph.outputs if output not in inputs]
-    return [
-        value
-        for value in inputs
-        if value in found - exposed
-        and any(value.aval.shape == x.aval.shape and value in _held_by(x) for x in changed)
-    ]
 
 
 def _held_by(result: Value) -> set[Value]:

@@ -17,8 +17,12 @@
   XLA does not fuse (a product, a sort, a loop), an embedding, and a cut. Nodes of one depth that
   touch each other can be computed as one: a path that leaves such a set and comes back would cross
   a barrier, and so end deeper.
+- A *softmax*, or a log-sum-exp, adds up powers along some axes. Mostly their maximum is subtracted
+  before, and the powers are divided by their sum afterwards. All powers that are added up together
+  are a row here; mostly rows are along the last axis. Passes lower it.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -31,6 +35,8 @@ from jmp.autocasting._graph import (
     Node,
     Value,
     downstream,
+    reached,
+    source_through,
     upstream,
     value_of,
 )
@@ -70,6 +76,7 @@ class Facts(NamedTuple):
     compared: Set[Value]  # they reach a maximum, such as that of a softmax, or may reach one
     read_otherwise: Set[Value]  # other operations than products read them, moved or as they are
     kept: Set[Value]  # outputs whose `Destination` is not `rounded`
+    softmaxes: "Sequence[Softmax]"
 
     def is_bias(self, value: Value) -> bool:
         """Returns whether a value is taken for a bias rather than for a mask, by its shape.
@@ -93,64 +100,58 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     compared = compared_values(graph, graph.outputs)
     kept = {value for value, where in goes if not where.rounded}
     others = read_otherwise_values(graph, kept)
-    return Facts(feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept)
+    softmaxes = softmaxes_of(graph.nodes)
+    return Facts(
+        feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept, softmaxes
+    )
 
 
 def reaching(
-    graph: Graph,
+    level: Graph | Inside,
     outputs: Iterable[Value],
     starts: Callable[[Node], bool],
     stops: Callable[[Node], bool],
 ) -> set[Value]:
-    """Returns the values of a level from which a way leads to an output, or to a node.
+    """Returns the values of a level, and of those inside, that reach an output or a node.
 
-    It is the backward analysis: levels inside are gone through operand by operand, and the turns of
-    a loop until nothing new is found.
+    It is the backward analysis: what is inside is gone through as well, also in further turns of a
+    loop.
 
     Args:
+      level: given as a function inside, what reaches an output in a later turn counts too.
       outputs: of the level.
-      starts: at which nodes the search starts: ways lead to them. Those inside count too.
-      stops: which nodes no way leads through.
+      starts: the nodes that are to be reached, also those inside.
+      stops: the nodes that nothing is followed through.
     """
     found = set(outputs)
-    for node in reversed(graph.nodes):
-        if starts(node):
+    made_of: dict[Value, list[Value]] = collections.defaultdict(list)
+
+    def enter(graph: Graph) -> None:
+        for node in graph.nodes:
             # Indices, masks and sizes carry no precision from one side to the other.
-            found.update(filter(is_inexact, node.inputs))
-        elif node.insides and not stops(node):
-            for inside in node.insides:
-                values = reaching_inside(inside, found, starts, stops)
-                pairs = zip(inside.arguments, inside.inputs, strict=True)
-                operands = (value_of(argument) for argument, value in pairs if value in values)
-                found.update(filter(is_inexact, operands))
-        elif not (found.isdisjoint(node.outputs) or stops(node)):
-            found.update(filter(is_inexact, node.inputs))
-    return found
+            operands = list(filter(is_inexact, node.inputs))
+            if starts(node):
+                found.update(operands)
+            elif stops(node):
+                continue
+            elif node.insides:
+                for inside in node.insides:
+                    enter_inside(inside)
+            else:
+                made_of.update(dict.fromkeys(node.outputs, operands))
 
+    def enter_inside(inside: Inside) -> None:
+        for result, own in zip(inside.results, inside.graph.outputs, strict=False):
+            made_of[result].append(own)
+        for argument, own in zip(inside.arguments, inside.inputs, strict=True):
+            if is_inexact(own):
+                made_of[own].append(value_of(argument))
+                if isinstance(argument, Carry) and inside.results:  # the body's, not a condition's
+                    made_of[own].append(inside.graph.outputs[argument.number])
+        enter(inside.graph)
 
-def reaching_inside(
-    inside: Inside, found: Set[Value], starts: Callable[[Node], bool], stops: Callable[[Node], bool]
-) -> set[Value]:
-    """Returns the values of a function inside from which a way leads to `found`, or to a node.
-
-    It may lead there in a later turn of a loop.
-
-    Args:
-      found: values of the level around; see `reaching` for the others.
-    """
-    outputs = inside.graph.outputs
-    reach = {own for own, result in zip(outputs, inside.results, strict=False) if result in found}
-    carries = [
-        (value, outputs[argument.number])
-        for argument, value in zip(inside.arguments, inside.inputs, strict=True)
-        if isinstance(argument, Carry) and inside.results
-    ]
-    while True:
-        values = reaching(inside.graph, reach, starts, stops)
-        again = reach | {after for before, after in carries if before in values}
-        if again == reach:
-            return values
-        reach = again
+    enter_inside(level) if isinstance(level, Inside) else enter(level)
+    return set(reached(found, lambda value: made_of.get(value, ())))
 
 
 def is_low_node(node: Node) -> bool:
@@ -187,33 +188,26 @@ def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     return reaching(graph, outputs, is_maximum, is_low_node)
 
 
-def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
-    """Returns the values that reach a product, in whatever dtype."""
-    return reaching(graph, outputs, holds_product, lambda _: False)
-
-
 def exposed_values(
     graph: Graph,
     outputs: Iterable[Value],
     half: np.dtype,
     lookups: Set[Node] = frozenset(),
-    exact: Set[Node] = frozenset(),
 ) -> set[Value]:
     """Returns the values of a level that more than half products read, moved or as they are.
 
     Args:
       outputs: those of the level that are so read outside.
       lookups: nodes that count as half products.
-      exact: nodes that hold a product that is not half, such as one of angles.
     """
-    starts = lambda node: node in exact or (node not in lookups and reads_numbers(node, half))
+    starts = lambda node: node not in lookups and reads_numbers(node, half)
     is_product = lambda node: node.is_product or node in lookups
     return reaching(graph, outputs, starts, is_product)
 
 
 def reads_numbers(node: Node, half: np.dtype) -> bool:
     """Returns whether a node is neither a half product, nor only moves what it reads."""
-    if node.region.in_float32:
+    if node.region.in_float32 or node.is_in_full:
         return True
     if is_low(node.equation):
         return not node.is_product or bool(why_not_lowered(node, half))
@@ -234,11 +228,6 @@ def read_otherwise_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     is_product = lambda node: node.is_product
     starts = lambda node: not (node.is_product or node.rule.moves)
     return reaching(graph, outputs, starts, is_product)
-
-
-def is_multiplied(reader: Node, read_otherwise: Set[Value]) -> bool:
-    """Returns whether a node is a product, or moves what only products read."""
-    return reader.is_product or (reader.rule.moves and read_otherwise.isdisjoint(reader.outputs))
 
 
 def find_dependent(
@@ -361,3 +350,104 @@ def _is_normalising(
         return False
     is_parameter = others[0].source_size < node.outputs[0].size
     return others[0] in statistics or (large[0] in normalised and is_parameter)
+
+
+# Softmaxes.
+
+
+class Shift(NamedTuple):
+    """A number that is subtracted from each row before its powers are taken."""
+
+    sub: Node
+    rows: Value
+    maxima: Node  # of the rows; the number subtracted is made of them
+    number: Value  # one a row
+
+
+class Softmax(NamedTuple):
+    """Sums of powers of rows, and what stands around them."""
+
+    exp: Node
+    total: Node  # the sums of the rows
+    shift: Shift | None  # None where the maxima are not subtracted
+    division: Node | None  # of the powers by their sums
+
+    @property
+    def argument(self) -> Value:
+        """The operand of `exp`."""
+        return self.exp.inputs[0]
+
+    def within(self, nodes: Set[Node]) -> "Softmax | None":
+        """Returns what of it is computed by some nodes that are fused.
+
+        Returns: None if no sum is, or if it is not of float32 rows along the last axes.
+        """
+        is_of_rows = self.total.inputs[0].is_float32 and is_row_reduction(self.total)
+        if not is_of_rows or self.total not in nodes or self.exp not in nodes:
+            return None
+        shift, division = self.shift, self.division
+        is_shifted = shift is not None and {shift.sub, shift.maxima} <= nodes
+        return self._replace(
+            shift=shift if is_shifted else None, division=division if division in nodes else None
+        )
+
+
+def softmaxes_of(nodes: Iterable[Node]) -> list[Softmax]:
+    """Returns the softmaxes among the nodes of a level, over any axes."""
+    found = []
+    for total in nodes:
+        if total.name == "reduce_sum":
+            exp = total.inputs[0].producer
+            if exp is not None and exp.name == "exp":
+                found.append(Softmax(exp, total, _shift(exp, total), _division(exp, total)))
+    return found
+
+
+def _division(exp: Node, total: Node) -> Node | None:
+    """Returns the node that divides the powers by the sums of their rows."""
+    (powers,), (sums,) = exp.outputs, total.outputs
+    for node in powers.users:
+        if node.name == "div" and node.inputs[0] is powers:
+            number = _one_a_row(node.inputs[1], powers, total.params["axes"])
+            if number is None:
+                continue
+            if source_through(number, lambda n: n.rule.reshapes or n.rule.repeats) is sums:
+                return node
+    return None
+
+
+def _shift(exp: Node, total: Node) -> Shift | None:
+    sub = exp.inputs[0].producer
+    if sub is None or sub.name != "sub":
+        return None
+    rows, subtracted = sub.inputs
+    axes = sorted(total.params["axes"])
+    shift = _one_a_row(subtracted, rows, axes)
+    if shift is None:
+        return None
+    is_small = lambda n: n.is_fusible and len(n.outputs) == 1 and n.outputs[0].size <= shift.size
+    for node in rows.users:
+        if node.name == "reduce_max" and sorted(node.params["axes"]) == axes:
+            if shift in downstream(node.outputs[0], is_small):
+                return Shift(sub, rows, node, shift)
+    return None
+
+
+def _one_a_row(value: Value, rows: Value, axes: Sequence[int]) -> Value | None:
+    """Returns what `value` repeats along the rows of an array, if it has one number for each.
+
+    Args:
+      rows: the array.
+      axes: along which a row lies.
+    """
+    shape = rows.aval.shape
+    left = [axis for axis in range(len(shape)) if axis not in axes]
+    of_rows = tuple(n if axis in left else 1 for axis, n in enumerate(shape))
+    if value.aval.shape == of_rows:
+        return value
+    node = value.producer
+    if value.aval.shape != shape or node is None or node.name != "broadcast_in_dim":
+        return None
+    source, places = node.inputs[0], tuple(node.params["broadcast_dimensions"])
+    with_axes = {tuple(range(len(shape))): of_rows, tuple(left): tuple(shape[i] for i in left)}
+    return source if source.aval.shape == with_axes.get(places) else None

@@ -15,14 +15,20 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmp import _jax_compat
 from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
-from jmp.autocasting._exact_products import WHY_ANGLE, find_angles, provenance_of_results, why_exact
-from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value
+from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
 from jmp.autocasting._precision import in_regions, with_older_forms
+from jmp.autocasting._products import (
+    WHY_ANGLE,
+    products_that_wrap,
+    provenance_of_results,
+    reads_inputs,
+    scaled_before,
+    why_exact,
+)
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request
-from jmp.autocasting._scaled_products import scaled_before
 from jmp.dtypes import FLOAT32
 
 # An input, as far as it is known: an argument of the function, or what it is made of.
@@ -48,15 +54,14 @@ def graph_of(
       request: see `Request`.
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
-    for level, wrapped, angles in list(find_angles(graph)):
-        level.wrapped = wrapped
-        for node in angles:
-            if node.name not in request.settings.overrides:
-                node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+    wrapping = products_that_wrap(graph)
+    for node in graph.all_nodes():
+        node.is_wrapped = node in wrapping
+        if node.is_wrapped and reads_inputs(node) and node.name not in request.settings.overrides:
+            node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
-        for node in level.nodes:
-            if not node.goes_inside:
-                node.params = in_regions(node, request)
+        if not node.goes_inside:
+            node.params = in_regions(node, request)
     return graph
 
 
@@ -214,11 +219,6 @@ def _known_result(
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:
     """Drops what no output and no marker needs."""
-    needed = {value.producer for value in outputs}
-    kept = []
-    for node in reversed(nodes):
-        if node in needed or node.is_marker:
-            kept.append(node)
-            needed.update(value.producer for value in node.inputs)
-    kept.reverse()
-    return kept
+    markers = [value for node in nodes if node.is_marker for value in (*node.inputs, *node.outputs)]
+    needed = {value.producer for value in upstream(*outputs, *markers)}
+    return [node for node in nodes if node in needed or node.is_marker]

@@ -7,7 +7,7 @@ records of their own.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -123,6 +123,7 @@ class Node:
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False
     is_in_full: bool = False  # the user named its primitive in `full=`
+    is_wrapped: bool = False  # a product whose result reaches a function that wraps, such as sin
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
@@ -162,7 +163,13 @@ class Graph:
     outputs: Sequence[Value]
     # The arrays that its first inputs stand for; none at the outermost level, where they are given.
     constants: Sequence[Any]
-    wrapped: Set[Value] = frozenset()  # what reaches a function that wraps (`_exact_products`)
+
+    def all_nodes(self) -> Iterator[Node]:
+        """Yields its nodes, each before those of the levels inside it."""
+        for node in self.nodes:
+            yield node
+            for inside in node.insides:
+                yield from inside.graph.all_nodes()
 
 
 # Walks.
@@ -180,9 +187,9 @@ def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Itera
         stack += new
 
 
-def upstream(value: Value) -> Iterator[Value]:
-    """Yields a value and all that it is computed from."""
-    return reached([value], lambda v: () if v.producer is None else v.producer.inputs)
+def upstream(*values: Value) -> Iterator[Value]:
+    """Yields values and all that they are computed from."""
+    return reached(values, lambda v: () if v.producer is None else v.producer.inputs)
 
 
 def downstream(value: Value, through: Callable[[Node], bool]) -> Iterator[Value]:

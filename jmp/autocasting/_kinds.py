@@ -26,7 +26,6 @@ from jmp._messages import described
 from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
 from jmp.autocasting._graph import Argument, Graph, Node, Value, value_of
 from jmp.autocasting._magnitudes import hull
-from jmp.autocasting._patterns import Softmax, softmaxes_of
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
 from jmp.autocasting._steps import Context, Function, Nested, Plan, Read, Unplanned
@@ -69,11 +68,6 @@ class Level:
         """The values that more than half products read; see `_carries`."""
         pairs = zip(self.graph.outputs, self.outputs, strict=True)
         return exposed_values(self.graph, [v for v, where in pairs if where.exposed], self.half)
-
-    @functools.cached_property
-    def softmaxes(self) -> Sequence[Softmax]:
-        """The softmaxes of the level."""
-        return softmaxes_of(self.graph.nodes)
 
     def plan_graph(
         self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import Carry, Node, Value, are_same, root, source_through, value_of
+from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
 from jmp.autocasting._numbers import UNKNOWN, dtype_of, has_symbols, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
@@ -182,7 +182,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
     if rule.bounded:
         return Magnitude(-1, 1)
     if rule.sums_devices:
-        return _partial_sums(operands[0], _devices_added(node))._replace(terms=operands[0].terms)
+        return operands[0]._replace(low=-math.inf, high=math.inf)
     if rule.moves or rule.reduces or rule.casts:
         return operands[0]
     if rule.holds_operands or node.holds_functions:
@@ -219,23 +219,6 @@ def _add(x: Magnitude, y: Magnitude) -> Magnitude:
     offset = sum(each.offset if each.number is None else each.number for each in (x, y))
     scale = max((each.scale for each in (x, y) if each.number is None), default=1.0)
     return Magnitude(x.low + y.low, x.high + y.high, degree, terms, offset, scale)
-
-
-def _subtract(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
-    found = _add(x, y.opposite)
-    return found._replace(high=0.0) if _are_maxima(node.inputs[1], node.inputs[0]) else found
-
-
-def _are_maxima(value: Value, of: Value) -> bool:
-    """Returns whether each number of `of` meets in `value` a maximum over numbers it is one of."""
-    keeps_order = lambda n: n.rule.reshapes or n.rule.repeats or n.name == "stop_gradient"
-    source = source_through(value, keeps_order)
-    node = source.producer
-    if node is None or node.name != "reduce_max" or not are_same(node.inputs[0], of):
-        return False
-    reduced = node.params["axes"]
-    rows = tuple(1 if axis in reduced else n for axis, n in enumerate(shape_of(of)))
-    return source.size == value.size and (source.size == 1 or shape_of(value) == rows)
 
 
 def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
@@ -342,15 +325,6 @@ def _ratio(node: Node, operand: int = 0, least: float = 1.0) -> float:
     return max(least, node.inputs[operand].size / max(1, node.outputs[0].size))
 
 
-def _devices_added(node: Node) -> int:
-    """Returns over how many devices an equation adds up."""
-    names = node.params.get("axes", node.params.get("axis_name", ()))
-    lengths = node.inputs[0].aval.sharding.mesh.shape
-    return math.prod(
-        lengths.get(name, UNKNOWN) for name in (names if isinstance(names, tuple) else (names,))
-    )
-
-
 def _length_along(node: Node, parameter: str) -> int:
     return max(1, length_of(shape_of(node.outputs[0])[node.params[parameter]]))
 
@@ -359,7 +333,7 @@ def _length_along(node: Node, parameter: str) -> int:
 TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "add": _added,
     "add_any": _added,
-    "sub": _subtract,
+    "sub": lambda node, x, y: _add(x, y.opposite),
     "neg": lambda node, x: x.opposite,
     "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),

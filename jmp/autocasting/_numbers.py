@@ -37,11 +37,7 @@ class ValueProvenance(enum.IntEnum):
 
     def of(self, value: Any) -> "ValueProvenance":
         """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return (
-            self
-            if self <= ValueProvenance.INTEGERS or is_inexact(value)
-            else ValueProvenance.INTEGERS
-        )
+        return self if is_inexact(value) else min(self, ValueProvenance.INTEGERS)
 
 
 class Known(NamedTuple):
@@ -61,11 +57,8 @@ NOTHING = Known()
 
 def provenance_of_array(array: Any) -> ValueProvenance:
     """Returns what an array that the program closes over, or a reference to one, is made of."""
-    return (
-        ValueProvenance.TABLES
-        if isinstance(array, (np.ndarray, np.generic))
-        else ValueProvenance.INPUTS
-    )
+    is_table = isinstance(array, np.ndarray | np.generic)
+    return ValueProvenance.TABLES if is_table else ValueProvenance.INPUTS
 
 
 # Decisions that depend on a size ask one of these three: comparing a symbol is an error of JAX.

@@ -14,11 +14,11 @@ from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp._messages import PrecisionWarning, described
 from jmp.autocasting._equations import contracts_nothing, is_inner_product
-from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._precision import asked_for
+from jmp.autocasting._products import WHY_EXACT
 from jmp.autocasting._propagation import scope_of, walk_inside
 from jmp.autocasting._registry import NO_RULE, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
@@ -156,21 +156,6 @@ def decisions_of(steps: Iterable[Ran]) -> Iterator[tuple[str, Node, int]]:
                 yield note, step.node, times
             if any(read.saturates for read in step.reads):
                 yield SATURATED, step.node, times
-
-
-def rounded_arguments_of(steps: Iterable[Ran]) -> Iterator[Node]:
-    """Yields the half products whose results reach a function that wraps, such as sin."""
-    for step, level, _ in steps:
-        if isinstance(step, Single) and step.node.is_product and step.is_half:
-            if not level.graph.wrapped.isdisjoint(step.node.outputs):
-                yield step.node
-
-
-def read_offsets_of(steps: Iterable[Ran]) -> Iterator[Node]:
-    """Yields the half products that read numbers beside an offset, such as kelvin."""
-    for step, _, _ in steps:
-        if isinstance(step, Single) and step.reads_offset:
-            yield step.node
 
 
 def is_product(equation: Any) -> bool:

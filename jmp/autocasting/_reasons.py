@@ -1,6 +1,6 @@
 """Why an operation that is no product is computed in float32, in words; "" where it need not be.
 
-Reasons of products are in `_precision.py`, `_exact_products.py` and `_equations.py`.
+Reasons of products are in `_precision.py`, `_products.py` and `_equations.py`.
 """
 
 from collections.abc import Set

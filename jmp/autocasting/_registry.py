@@ -267,10 +267,8 @@ FULL = {
         "fusible reduces sums",
     ),
     "cumsum cumprod cumlogsumexp reduce_window_sum reduce": (ACCUMULATES, "sums"),
-    "scatter-add scatter-sub scatter-mul scatter_add scatter_sub scatter_mul": (
-        ACCUMULATES,
-        "sums joins",
-    ),
+    "scatter-add scatter-sub scatter-mul": (ACCUMULATES, "sums joins"),
+    "scatter_add scatter_sub scatter_mul": (ACCUMULATES, "sums joins"),
     "reduce_window select_and_scatter_add select_and_gather_add": (ACCUMULATES, ""),
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter": (
         "adds up over devices, in the dtype it is given",
@@ -289,6 +287,7 @@ FULL = {
 
 ONE_DTYPE = "operands must share a dtype"
 MOVES = "operands must share a dtype; moves data"
+TIES = "exact; its derivative counts ties, so it runs in float32 between two casts"
 
 WIDEST = {
     "add sub add_any": (ONE_DTYPE, "fusible elementwise linear affine masks cheap"),
@@ -306,10 +305,7 @@ WIDEST = {
         "writes into an operand of the same dtype",
         "joins rearranges writes",
     ),
-    "scatter-min scatter-max scatter_min scatter_max": (
-        "exact; its derivative counts ties, so it runs in float32 between two casts",
-        "sums_backward",
-    ),
+    "scatter-min scatter-max scatter_min scatter_max": (TIES, "sums_backward"),
 }
 
 # FOLLOW: exact or bounded, or data movement: computed in whatever dtype comes in.
@@ -336,10 +332,7 @@ FOLLOW = {
     "sharding_constraint reshard": ("moves data", "fusible sends rearranges"),
     "broadcast_in_dim": (REPEATS, "fusible sums_backward repeats"),
     "tile": (REPEATS, "fusible sums_backward rearranges"),
-    "reduce_max reduce_min": (
-        "exact; its derivative counts ties, so it runs in float32 between two casts",
-        "fusible sums_backward reduces",
-    ),
+    "reduce_max reduce_min": (TIES, "fusible sums_backward reduces"),
     "argmax argmin": ("exact", "fusible chooses"),
     "neg and or not": ("exact", "fusible cheap"),
     "reduce_and reduce_or reduce_xor xor population_count clz": ("exact", "fusible"),

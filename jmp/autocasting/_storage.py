@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from jmp.autocasting._facts import Facts, Info, is_multiplied
+from jmp.autocasting._facts import Facts, Info
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
 from jmp.autocasting._steps import Write
@@ -68,7 +68,10 @@ class Storage:
     def is_multiplied(self, value: Value, readers: Sequence[Node]) -> bool:
         """Returns whether only products read a value, of these readers and of those outside."""
         others = self.facts.read_otherwise
-        return value not in self.facts.kept and all(is_multiplied(r, others) for r in readers)
+        return value not in self.facts.kept and all(
+            reader.is_product or (reader.rule.moves and others.isdisjoint(reader.outputs))
+            for reader in readers
+        )
 
     def is_out_of_range(self, value: Value, readers: Sequence[Node]) -> bool:
         """Returns whether rounding a value may give an infinity or a zero that its readers hide.

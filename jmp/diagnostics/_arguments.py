@@ -16,8 +16,7 @@ import jax
 from jmp import _jax_compat, adapters
 from jmp._messages import check_function, described, framework_of, listed
 from jmp.autocasting import NoHalfProductWarning, autocast
-from jmp.autocasting._autocast import make_program
-from jmp.autocasting._program import Program, runs_late
+from jmp.autocasting._autocast import Program, make_program, runs_late
 from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning

@@ -5,14 +5,12 @@ from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
-from jmp.autocasting._carries import find_caches
-from jmp.autocasting._exact_products import WHY_EXACT
 from jmp.autocasting._graph import Node
-from jmp.autocasting._operations import Operation, is_product, read_offsets_of, rounded_arguments_of
-from jmp.autocasting._steps import Plan, steps_of
+from jmp.autocasting._operations import Operation, is_product
+from jmp.autocasting._products import WHY_EXACT
+from jmp.autocasting._steps import Plan, Single, steps_of
 from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Row, added_up, product_of
-from jmp.diagnostics._tables import size
 from jmp.diagnostics._walk import module_and_line, place_name
 
 # Reasons of float32 products that the user asked for, or that belong to no network.
@@ -27,8 +25,6 @@ FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
 # Sizes, and products with all digits, need at least this share of all floating-point operations for
 # a sentence.
 SHARE = 0.01
-# Smaller caches, in bytes, have no sentence.
-LEAST_CACHE = 10**6
 
 
 def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iterator[str]:
@@ -40,7 +36,6 @@ def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iter
     yield from dear_in_float32(rows)
     for rule in plan.request.policy_rules.unused:
         yield f"the rule {rule} matched no scope"
-    yield from float32_caches(plan)
     yield from odd_sizes(operations)
     yield from no_float8(rows)
 
@@ -94,31 +89,20 @@ def dear_in_float32(rows: list[Row]) -> Iterator[str]:
 def lost_digits(plan: Plan, half: str) -> Iterator[str]:
     """Yields a sentence for each half product that loses digits which matter."""
     spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
-    for place in dict.fromkeys(map(_place, rounded_arguments_of(steps_of(plan)))):
+    singles = [step for step, *_ in steps_of(plan) if isinstance(step, Single) and step.is_half]
+    wrapped = (step.node for step in singles if step.node.is_wrapped)
+    beside_offsets = (step.node for step in singles if step.reads_offset)
+    for place in dict.fromkeys(map(_place, wrapped)):
         yield (
             f"a product at {place} multiplies in {half}, and its result goes to a function that "
             f"wraps, such as sin: {half} knows 1000 to {spacing:g}. Keep the product in float32 by "
             "a rule if its results are large"
         )
-    for place in dict.fromkeys(map(_place, read_offsets_of(steps_of(plan)))):
+    for place in dict.fromkeys(map(_place, beside_offsets)):
         yield (
             f"a product at {place} multiplies in {half} numbers to which a much larger one was "
             f"added: {half} knows 1000 to {spacing:g}. Take it away before the product, or keep "
             "the product in float32 by a rule"
-        )
-
-
-def float32_caches(plan: Plan) -> Iterator[str]:
-    """Yields a sentence if caches come in, and go out, in float32, though products read them."""
-    sizes = [4 * cache.size for cache in find_caches(plan) if 4 * cache.size >= LEAST_CACHE]
-    if sizes:
-        half = plan.request.settings.compute_dtype
-        several = f"{len(sizes)} arguments of {size(sum(sizes))} together are caches in"
-        one = f"an argument of {size(sum(sizes))} is a cache in"
-        yield (
-            f"{several if len(sizes) > 1 else one} float32, which only half products read: "
-            f"arguments and results keep their dtype. Make it in {half} (jnp.zeros(shape, "
-            f"jnp.{half})) and pass that: half the bytes, and no casts"
         )
 
 

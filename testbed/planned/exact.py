@@ -1,4 +1,4 @@
-"""Plans of products that are no matrix products of a network; see `autocasting/_exact_products`."""
+"""Plans of products that are no matrix products of a network; see `autocasting/_products`."""
 
 import jax
 import jax.numpy as jnp

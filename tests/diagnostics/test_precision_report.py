@@ -511,42 +511,6 @@ def test_assert_products_in_passes_and_names_what_does_not():
         diagnostics.assert_products_in(jnp.exp, jnp.float16)(X)
 
 
-def test_a_float32_cache_that_comes_in_and_goes_out_is_a_hazard():
-    """A step of generation, and a loop of them; the parameters are none."""
-
-    def step(w, cache, x, place):
-        cache = cache.at[:, place].set((x @ w).astype(cache.dtype))
-        weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, cache))
-        return cache, jnp.einsum("bt,btd->bd", weights, cache)
-
-    def loop(w, cache, x):
-        turn = lambda carry, place: (step(w, *carry, place), None)
-        return jax.lax.scan(turn, (cache, x), jnp.arange(4))[0]
-
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (8, 64)))
-    place = jax.ShapeDtypeStruct((), jnp.int32)
-    caches = [jax.ShapeDtypeStruct((8, 1024, 64), dtype) for dtype in (jnp.float32, jnp.bfloat16)]
-    for cache, hazards in zip(caches, (1, 0), strict=True):
-        for function, arguments in ((step, (x, place)), (loop, (x,))):
-            report = diagnostics.precision_report(function, "mixed_bfloat16")(w, cache, *arguments)
-            found = [hazard for hazard in report.hazards if "cache" in hazard]
-            assert len(found) == hazards
-            assert all("an argument of 2.1 MB is a cache in float32" in one for one in found)
-
-    # One megabyte counts, and less does not.
-    for rows, hazards in ((1000, 1), (999, 0)):
-        cache = jax.ShapeDtypeStruct((5, rows, 50), jnp.float32)
-        weight, token = (jax.ShapeDtypeStruct((n, 50), jnp.float32) for n in (50, 5))
-        report = diagnostics.precision_report(step, "mixed_bfloat16")(weight, cache, token, place)
-        assert sum("cache" in hazard for hazard in report.hazards) == hazards
-
-    # The result of a training step is no cache.
-    sgd = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
-    large = jax.ShapeDtypeStruct((64, 8192), jnp.float32)
-    hazards = diagnostics.precision_report(sgd, "mixed_bfloat16")(large, x).hazards
-    assert not any("cache" in hazard for hazard in hazards)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_report_of_a_step_says_what_devices_send_and_where_they_add_up(inside):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -55,7 +55,7 @@ def values(shapes):
 
 
 def hazards(x, w, cache, place):
-    """Products of odd sizes, without tensor cores, with caches; and sums and powers in half."""
+    """Products of odd sizes, without tensor cores, in a loop; and sums and powers in half."""
     odd = x @ w[:, :-1]
     cache = jax.lax.dynamic_update_slice(cache, x[None], (place, 0, 0))
     dear = jnp.matmul(x, w, precision="highest")

@@ -80,7 +80,7 @@ class FusedAttention:
     form: KernelForm
     reads: tuple[Read, ...]
 
-    def bind(self, environment: Environment) -> Any:
+    def __call__(self, environment: Environment) -> Any:
         """Returns the result of the attention."""
         query, key, values, *terms = (read_value(read, environment) for read in self.reads)
         return self.attend(self.form, query, key, values, terms)
@@ -101,7 +101,7 @@ def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
     for step in steps:
         if isinstance(step, Single) and step.is_half:
             try:
-                if attention := find_attention(step.node, level.softmaxes):
+                if attention := find_attention(step.node, level.facts.softmaxes):
                     fused.append(_fused_step(attention, kernel, step_of, level))
             except NotFused as reason:
                 note = f"attention, left as it is: {reason}"

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jmp.autocasting._constants import constant_of
+from jmp.autocasting._facts import Softmax
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
-from jmp.autocasting._patterns import Softmax
 from jmp.autocasting.attention._axes import (
     Axes,
     Label,

@@ -22,10 +22,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
-from jmp.autocasting._facts import is_row_reduction
+from jmp.autocasting._facts import Shift, Softmax, is_row_reduction
 from jmp.autocasting._graph import Node, downstream
 from jmp.autocasting._numbers import length_of
-from jmp.autocasting._patterns import Shift, Softmax
 from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
 

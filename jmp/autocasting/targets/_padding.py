@@ -20,12 +20,11 @@ from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting._constants import is_pointwise, keeps_places
-from jmp.autocasting._facts import is_row_reduction
+from jmp.autocasting._facts import Softmax, is_row_reduction
 from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._patterns import Softmax
 from jmp.autocasting._steps import Environment, Island, Single, Step, nodes_of
 from jmp.autocasting.attention._axes import Axes, Labelled, own_axes
 from jmp.autocasting.targets._softmax import KEPT_WEIGHTS
@@ -123,7 +122,7 @@ def _padded_steps(island: Island, step_of: Mapping[Node, Step], level: Level) ->
     if not (_may_pad(before) and _may_pad(after)):
         return {}
     axes = _axes_inside(island)
-    softmax = next(one for one in level.softmaxes if one.division is division)
+    softmax = next(one for one in level.facts.softmaxes if one.division is division)
     rows = _rows_of(softmax, island, axes)
     if rows is None:
         return {}

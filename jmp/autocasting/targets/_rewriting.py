@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmp.autocasting._facts import Softmax
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._passes import Pass
-from jmp.autocasting._patterns import Softmax
 from jmp.autocasting._steps import Island, Rewrite, on_islands
 
 
@@ -44,7 +44,7 @@ def rewriting(
             leaving={write.value for write in island.writes},
             in_half={write.value for write in island.writes if write.dtype == level.half},
             has_gradient=level.context.has_gradient,
-            softmaxes=list(filter(None, (x.within(inside) for x in level.softmaxes))),
+            softmaxes=list(filter(None, (x.within(inside) for x in level.facts.softmaxes))),
         )
         as_written = (node for node in island.nodes if node not in island.rewrites)
         found = {node: form for node in as_written if (form := rewrite(node, around))}

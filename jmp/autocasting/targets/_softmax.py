@@ -30,8 +30,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
+from jmp.autocasting._facts import Shift
 from jmp.autocasting._graph import Node, Value, downstream
-from jmp.autocasting._patterns import Shift
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Rewrite
 from jmp.autocasting.targets._rewriting import Surroundings
