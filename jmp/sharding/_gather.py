@@ -20,8 +20,17 @@ from jax.typing import DTypeLike
 from jmp._jax_compat import platform_of, varying_axes
 from jmp._messages import PrecisionWarning, described, listed, shape_text, wrong
 from jmp.dtypes import can_hold, floating_dtype, is_castable
-from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
-from jmp.sharding._sums import Names, Route, Wire, add_up, in_groups
+from jmp.sharding._axes import (
+    Names,
+    Route,
+    Wire,
+    add_up,
+    are_tracked,
+    in_groups,
+    made_varying,
+    mapped_axes,
+    names_by_dimension,
+)
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
