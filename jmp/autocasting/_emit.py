@@ -166,7 +166,7 @@ def _run_fused(step: Fused, environment: Environment) -> None:
     def fused(*arrays: Any) -> list[Any]:
         inside: Environment = dict(zip(entering, arrays, strict=True))
         with _jax_compat.place_of(step.node.equation, step.node.stack):
-            return [step.lowering.bind(inside)]
+            return [step.lowering(inside)]
 
     arrays = [environment[value] for value in entering]
     results = lax.platform_dependent(*arrays, **{step.platform: fused}, default=plain)

@@ -193,14 +193,6 @@ class Island(NamedTuple):
     key: Hashable = None  # islands of one key share a trace (`_islands._key_of`); None: of no other
 
 
-class FusedLowering(Protocol):
-    """Computes the result of several steps at once."""
-
-    def bind(self, environment: Environment) -> Any:
-        """Returns the result, given what enters, as it is stored."""
-        ...
-
-
 class Fused(NamedTuple):
     """Several steps as one kernel on one platform; elsewhere they run one by one."""
 
@@ -208,7 +200,7 @@ class Fused(NamedTuple):
     plain: tuple[Single | Island, ...]  # the steps that run elsewhere, in order
     reads: tuple[Read, ...]  # values from outside, as they are stored
     platform: str  # as `lax.platform_dependent` names it
-    lowering: FusedLowering
+    lowering: Callable[[Environment], Any]  # computes the result from what enters
     why: str
 
 

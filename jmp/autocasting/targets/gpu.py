@@ -23,7 +23,7 @@ from jmp.autocasting._steps import (
     on_islands,
     on_singles,
 )
-from jmp.autocasting.attention import fuse_attentions
+from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._one_pass import sums_in_one_pass
 from jmp.autocasting.targets._padding import pad_softmaxes
@@ -109,7 +109,7 @@ GPU = HardwareTarget(
         rewriting("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
-        Pass("fused attention", "attentions and their gradients", fuse_attentions),
+        Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
     ),

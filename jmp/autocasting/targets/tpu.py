@@ -14,7 +14,7 @@ from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import run_with_product, weight_product_p, with_derivative
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Read, Single, on_singles
-from jmp.autocasting.attention import fuse_attentions
+from jmp.autocasting.attention import PALLAS, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._convolutions import exchange_kernels
 from jmp.autocasting.targets._rewriting import rewriting
@@ -90,7 +90,7 @@ TPU = HardwareTarget(
             "gradients of kernels",
             exchange_kernels,
         ),
-        Pass("fused attention", "attentions and their gradients", fuse_attentions),
+        Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, PALLAS)),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
     ),
 )
