@@ -49,6 +49,11 @@ class Softmax(NamedTuple):
         )
 
 
+def softmaxes_within(softmaxes: Iterable[Softmax], nodes: Set[Node]) -> list[Softmax]:
+    """Returns what of each softmax is computed by some nodes that are fused; see `within`."""
+    return [found for softmax in softmaxes if (found := softmax.within(nodes))]
+
+
 def softmaxes_of(nodes: Iterable[Node]) -> list[Softmax]:
     """Returns the softmaxes among the nodes of a level, over any axes."""
     found = []

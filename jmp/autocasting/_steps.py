@@ -192,6 +192,16 @@ class Island(NamedTuple):
     prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
     key: Hashable = None  # islands of one key share a trace (`_islands._key_of`); None: of no other
 
+    def written_in(self, dtype: np.dtype) -> Set[Value]:
+        """Returns the results that leave in a dtype."""
+        return {write.value for write in self.writes if write.dtype == dtype}
+
+    def rewritten(self, forms: Mapping[Node, Rewrite]) -> "Island":
+        """Returns the island with other forms of its nodes; one that it has already stays."""
+        as_written = (node for node in self.nodes if node not in self.rewrites)
+        found = {node: forms[node] for node in as_written if node in forms}
+        return self._replace(rewrites={**self.rewrites, **found})
+
 
 class Fused(NamedTuple):
     """Several steps as one kernel on one platform; elsewhere they run one by one."""

@@ -25,10 +25,8 @@ from jmp.autocasting._steps import (
 )
 from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
-from jmp.autocasting.targets._one_pass import sums_in_one_pass
+from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
 from jmp.autocasting.targets._padding import pad_softmaxes
-from jmp.autocasting.targets._pick import pick_as_sum
-from jmp.autocasting.targets._rewriting import rewriting
 from jmp.autocasting.targets._softmax import softmax_from_half_result
 from jmp.dtypes import FLOAT32
 
@@ -104,9 +102,9 @@ GPU = HardwareTarget(
         # that a fused attention replaces.
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
-        rewriting("pick as a sum", "", pick_as_sum),
-        rewriting("softmax from its half result", "gradients of scores", softmax_from_half_result),
-        rewriting("rows in one pass", "sums of exponentials", sums_in_one_pass),
+        Pass("pick as a sum", "", pick_as_sum),
+        Pass("softmax from its half result", "gradients of scores", softmax_from_half_result),
+        Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
