@@ -85,7 +85,7 @@ def _fused_step(
     of_operands = labels_of((*attention.query.axes, *attention.key.axes, *attention.values.axes))
     if has_symbols(tuple(label.length for label in of_operands)):
         raise NotFused("a size of it is a symbol, and a kernel is made for one size")
-    group = _replaced_steps(attention, step_of, level)
+    group = replaced_steps(attention, step_of, level)
     scores, result = step_of[attention.scores], step_of[attention.result]
     if not (isinstance(scores, Single) and scores.is_half):
         raise NotFused("its first product is not computed in half")
@@ -115,7 +115,7 @@ def _fused_step(
     )
 
 
-def _replaced_steps(
+def replaced_steps(
     attention: Attention, step_of: Mapping[Node, Step], level: Level
 ) -> list[Single | Island]:
     """Returns the steps that compute an attention and nothing else that is read."""
