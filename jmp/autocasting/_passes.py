@@ -35,6 +35,7 @@ class HardwareTarget(NamedTuple):
 
     platform: str  # "gpu", "tpu": what reports and kernels know it by
     passes: tuple[Pass, ...]  # in this order
+    multiplies_float16: bool = True
 
     def until(self, name: str) -> "HardwareTarget":
         """Returns the target with the passes up to the one called `name`.

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax import lax
 
+from jmp._jax_compat import has_named_axes
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is
@@ -143,8 +144,7 @@ def _may_pad(step: Step) -> TypeGuard[Single]:
     """Returns whether a step is a half product whose operands may be padded where it stands."""
     if not (isinstance(step, Single) and step.is_half and step.lowering is None):
         return False
-    mesh = step.node.outputs[0].aval.sharding.mesh
-    return not (mesh.explicit_axes or mesh.manual_axes)
+    return not has_named_axes(step.node.outputs[0])
 
 
 def _pads_of(attention: Attention) -> tuple[Pads, Sequence[int]] | None:

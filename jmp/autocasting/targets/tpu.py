@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jmp._jax_compat import has_named_axes
 from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
@@ -115,9 +116,8 @@ def spreads(node: Node) -> bool:
 
     is_larger = positions(result, numbers.out_spec) > positions(image, numbers.lhs_spec)
     in_one_group = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
-    is_empty, mesh = 0 in (image.size, result.size), result.aval.sharding.mesh
-    asks_for_sharding = mesh.explicit_axes or mesh.manual_axes
-    return is_larger and in_one_group and not is_empty and not asks_for_sharding
+    is_empty = 0 in (image.size, result.size)
+    return is_larger and in_one_group and not is_empty and not has_named_axes(result)
 
 
 def convolve_spreading(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
@@ -222,6 +222,7 @@ TPU = HardwareTarget(
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, PALLAS)),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
     ),
+    multiplies_float16=False,
 )
 
 register_target(["tpu"], TPU)
