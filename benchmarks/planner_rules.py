@@ -39,14 +39,13 @@ from jmp import _jax_compat
 from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._exact_products import find_angles
 from jmp.autocasting._numbers import is_inexact
-from jmp.autocasting._passes import targets
 from jmp.autocasting._steps import Arithmetic
 from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
-from testbed.passes import without_pass
+from testbed.passes import targets, without_pass
 from testbed.relative_errors import numbers, relative_error
 
 RESULTS = pathlib.Path("results/planner_rules.json")

@@ -69,11 +69,6 @@ def register_target(platforms: Sequence[str], target: HardwareTarget) -> None:
     _TARGETS.update(dict.fromkeys(platforms, target))
 
 
-def targets() -> tuple[HardwareTarget, ...]:
-    """Returns the targets, each once."""
-    return tuple(dict.fromkeys(_TARGETS.values()))
-
-
 def platforms() -> tuple[str, ...]:
     """Returns the platforms that have a target."""
     return tuple(_TARGETS)

@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 
 import jmp
-from jmp.autocasting._passes import HardwareTarget, register_target, targets
+from jmp.autocasting._passes import HardwareTarget, register_target
 from jmp.autocasting.targets.gpu import GPU
 from jmp.autocasting.targets.tpu import TPU
 from jmp.diagnostics import precision_report
 from testbed.machines.gpus import as_if_cudnn
-from testbed.passes import without_pass
+from testbed.passes import targets, without_pass
 from testbed.small_products import small_is_float8
 from tests.errors import assert_near
 

@@ -61,7 +61,7 @@ def sums_in_one_pass(island: Island, level: Level) -> Island:
     if not island.is_recomputed:
         return island
     found = {node: _kept(node) for node in island.nodes if _reduces_long_rows(node)}
-    softmaxes = softmaxes_within(level.softmaxes, set(island.nodes))
+    softmaxes = list(softmaxes_within(level.softmaxes, set(island.nodes)))
     for softmax in softmaxes:
         shift, total = softmax.shift, softmax.total
         if shift is None or not _reads_rows_again(softmax, shift, softmaxes, island):

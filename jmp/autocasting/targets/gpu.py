@@ -15,14 +15,7 @@ from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import (
-    Environment,
-    Island,
-    Read,
-    Single,
-    on_islands,
-    on_singles,
-)
+from jmp.autocasting._steps import Environment, Island, Read, Single, on_islands, on_singles
 from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
@@ -45,11 +38,7 @@ def keep_apart(island: Island, level: Level) -> Island:
 
 
 def add_bias(
-    half: np.dtype,
-    is_bias: Sequence[bool],
-    step: Single,
-    operands: Sequence[Any],
-    _: Environment,
+    half: np.dtype, is_bias: Sequence[bool], step: Single, operands: Sequence[Any], _: Environment
 ) -> list[Any]:
     """Returns a half sum with a float32 bias, which is rounded before it is repeated.
 

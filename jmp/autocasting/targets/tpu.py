@@ -14,12 +14,7 @@ from jmp._jax_compat import has_named_axes
 from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import (
-    bilinear,
-    run_with_product,
-    weight_product_p,
-    with_derivative,
-)
+from jmp.autocasting._lowerings import bilinear, run_with_product, weight_product_p, with_derivative
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Environment, Read, Single, on_singles
@@ -214,11 +209,7 @@ TPU = HardwareTarget(
         Pass("float8 is sent", "", send_in_float8),
         Pass("softmax of half scores", "softmaxes", softmax_of_half_scores),
         Pass("biases add up by products", "gradients of biases", add_up_biases_by_products),
-        Pass(
-            "kernels of convolutions that spread",
-            "gradients of kernels",
-            exchange_kernels,
-        ),
+        Pass("kernels of convolutions that spread", "gradients of kernels", exchange_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, PALLAS)),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
     ),
