@@ -7,8 +7,7 @@ not take casts out of loops: there the plan says so, see `Nested.rounding`.
 
 import contextlib
 import contextvars
-import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,13 +39,6 @@ from jmp.dtypes import FLOAT32
 # The name of the function that a recomputed island is traced from: diagnostics tell by it such a
 # remat from the user's.
 ISLAND = "run_island"
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionOf:
-    """The key of the function that islands which are alike share."""
-
-    island: Hashable
 
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
@@ -144,7 +136,7 @@ def _bound(step: Nested, operands: Sequence[Any]) -> Any:
 def _run_island(island: Island, environment: Environment) -> None:
     """Adds what leaves an island to the environment."""
     # The function keeps the island, so that its id stays its own.
-    key = FunctionOf(island.key or id(island))
+    key = "function", island.key or id(island)  # islands which are alike share it
     if key not in environment:
         environment[key] = _function_of(island)
     arrays = [read_value(read, environment) for read in island.reads]

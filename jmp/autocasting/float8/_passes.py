@@ -33,7 +33,7 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
 from jmp.autocasting.float8 import _arithmetic
-from jmp.autocasting.float8._arithmetic import FLOAT8, Bound, Extremes, Float8, ProductForm
+from jmp.autocasting.float8._arithmetic import E4M3, Bound, Extremes, Float8, ProductForm
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
@@ -66,7 +66,7 @@ class ProductInFloat8:
 
     form: ProductForm
     factors: tuple[tuple[Bounded, ...], ...] = ((), ())
-    dtype_in = FLOAT8
+    dtype_in = E4M3
 
     def __call__(
         self, step: Single, operands: Sequence[Any], environment: Environment
