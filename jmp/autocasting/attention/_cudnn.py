@@ -142,8 +142,7 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
     examples), so then examples are computed one after another.
     """
     if has_bias:
-        sequential: Callable[..., Any] = jax.custom_batching.sequential_vmap(function)
-        return sequential
+        return jax.custom_batching.sequential_vmap(function)
     batched = jax.custom_batching.custom_vmap(function)
 
     @batched.def_vmap
