@@ -1,5 +1,6 @@
-"""What the kernels of all platforms share: what a `Kernel` is, the form of an attention, and the
-derivatives that kernels lack.
+"""The kernels of all platforms share this: the form of an attention, and derivatives they lack.
+
+`Kernel` says how the pass uses one.
 """
 
 from collections.abc import Callable, Sequence

@@ -276,7 +276,7 @@ def _on_the_way(node: Node) -> Sequence[Value]:
     return ()
 
 
-# What the nodes between do to the scores.
+# Scale, biases and masks: the nodes between the scores and the softmax.
 
 
 def _applied(
