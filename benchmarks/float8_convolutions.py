@@ -162,7 +162,7 @@ def single_products(title: str) -> list[list[str]]:
 
 def _row(title: str, run: Callable[..., Any], left: Any, right: Any, turn: Any = None) -> list[str]:
     half = compile_for_h200(run, *(jax.ShapeDtypeStruct(shape, HALF) for shape in (left, right)))
-    numbers = [jax.ShapeDtypeStruct(shape, _arithmetic.OPERANDS) for shape in (left, right)]
+    numbers = [jax.ShapeDtypeStruct(shape, _arithmetic.E4M3) for shape in (left, right)]
     scale = jax.ShapeDtypeStruct((), HALF)
 
     def in_float8(left: Any, right: Any, *scales: Any) -> Any:

@@ -38,14 +38,13 @@ import jmp
 from jmp import _jax_compat
 from jmp.autocasting import _carries, _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
-from jmp.autocasting._passes import targets
 from jmp.autocasting._steps import Arithmetic
 from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
-from testbed.passes import without_pass
+from testbed.passes import targets, without_pass
 from testbed.relative_errors import numbers, relative_error
 
 RESULTS = pathlib.Path("results/planner_rules.json")
@@ -53,7 +52,7 @@ HALVES = {"float16": 2.0**12, "bfloat16": 1.0}  # and the loss scale
 FIGURES = ("bytes_moved", "temp_bytes", "kernels")
 FIGURES_OF_TPUS = ("cycles", "temp_bytes")
 # So that all rules are at work at small sizes.
-SMALL = {"_islands.SMALL": 256, "targets._pick.LARGE": 256}
+SMALL = {"_islands.SMALL": 256, "targets._cross_entropy.LARGE": 256}
 
 # Models and their sizes: on an H200, and on a CPU beside `Model.small`.
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

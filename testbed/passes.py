@@ -8,6 +8,11 @@ from jmp.autocasting import _passes
 from jmp.autocasting._passes import HardwareTarget, Pass
 
 
+def targets() -> tuple[HardwareTarget, ...]:
+    """Returns the targets, each once."""
+    return tuple(dict.fromkeys(_passes._TARGETS.values()))
+
+
 @contextlib.contextmanager
 def changed_targets(change: Callable[[HardwareTarget], HardwareTarget]) -> Iterator[None]:
     """In it each target is what `change` makes of it."""

@@ -180,6 +180,7 @@ def _as_function(inside: Plan | Unplanned) -> Function:
 
 def _function_of(island: Island) -> Function:
     entering = [read.value for read in island.reads]
+    nodes = _nodes_to_run(island)
     as_stored = any(rewrite.as_stored for rewrite in island.rewrites.values())
 
     def run_island(*arrays: Any) -> list[Any]:
@@ -190,9 +191,7 @@ def _function_of(island: Island) -> Function:
             environment = {value: _in_float32(value, environment) for value in entering}
         for value in island.numbers:
             environment[value] = lax.full(value.aval.shape, np.float32(value.constant), FLOAT32)
-        if island.lowering is not None:
-            environment = island.lowering.enter(environment)
-        for node in island.nodes:
+        for node in nodes:
             with _jax_compat.place_of(node.equation, node.stack[island.common_scopes :]):
                 results = _run_node(node, island, environment)
             environment.update(zip(node.outputs, results, strict=True))
@@ -207,13 +206,22 @@ def _function_of(island: Island) -> Function:
     return jax.checkpoint(run_island, prevent_cse=island.prevent_cse, policy=policy)
 
 
+def _nodes_to_run(island: Island) -> list[Node]:
+    """Returns the nodes that the results need, in order: a rewrite may read less than its node."""
+    found, needed = list[Node](), {write.value for write in island.writes}
+    for node in reversed(island.nodes):
+        if not needed.isdisjoint(node.outputs):
+            rewrite = island.rewrites.get(node)
+            needed.update(node.inputs if rewrite is None else rewrite.reads)
+            found.insert(0, node)
+    return found
+
+
 def _run_node(node: Node, island: Island, environment: Environment) -> list[Any]:
     rewrite = island.rewrites.get(node)
     if rewrite is not None:
         return [rewrite.run(*(_in_float32(value, environment) for value in rewrite.reads))]
     operands = [_in_float32(value, environment) for value in node.inputs]
-    if island.lowering is not None:
-        return island.lowering.bind(node, operands)
     return _jax_compat.bind(node.equation.primitive, operands, node.params)
 
 

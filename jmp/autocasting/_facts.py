@@ -23,7 +23,7 @@
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -377,20 +377,6 @@ class Softmax(NamedTuple):
         """The operand of `exp`."""
         return self.exp.inputs[0]
 
-    def within(self, nodes: Set[Node]) -> "Softmax | None":
-        """Returns what of it is computed by some nodes that are fused.
-
-        Returns: None if no sum is, or if it is not of float32 rows along the last axes.
-        """
-        is_of_rows = self.total.inputs[0].is_float32 and is_row_reduction(self.total)
-        if not is_of_rows or self.total not in nodes or self.exp not in nodes:
-            return None
-        shift, division = self.shift, self.division
-        is_shifted = shift is not None and {shift.sub, shift.maxima} <= nodes
-        return self._replace(
-            shift=shift if is_shifted else None, division=division if division in nodes else None
-        )
-
 
 def softmaxes_of(nodes: Iterable[Node]) -> list[Softmax]:
     """Returns the softmaxes among the nodes of a level, over any axes."""
@@ -401,6 +387,22 @@ def softmaxes_of(nodes: Iterable[Node]) -> list[Softmax]:
             if exp is not None and exp.name == "exp":
                 found.append(Softmax(exp, total, _shift(exp, total), _division(exp, total)))
     return found
+
+
+def softmaxes_within(softmaxes: Iterable[Softmax], nodes: Set[Node]) -> Iterator[Softmax]:
+    """Yields what of each softmax is computed by some nodes that are fused.
+
+    One whose sums are not among these, or not of float32 rows along the last axes, is left out.
+    """
+    for softmax in softmaxes:
+        total, shift, division = softmax.total, softmax.shift, softmax.division
+        is_of_rows = total.inputs[0].is_float32 and is_row_reduction(total)
+        if is_of_rows and {total, softmax.exp} <= nodes:
+            is_shifted = shift is not None and {shift.sub, shift.maxima} <= nodes
+            yield softmax._replace(
+                shift=shift if is_shifted else None,
+                division=division if division in nodes else None,
+            )
 
 
 def _division(exp: Node, total: Node) -> Node | None:

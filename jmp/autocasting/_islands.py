@@ -326,5 +326,4 @@ def _key_of(island: Island) -> Hashable:
         tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
         tuple((name(value), value.aval, repr(value.constant)) for value in island.numbers),
         (island.is_recomputed, island.prevent_cse, island.shares_casts),
-        island.lowering and (type(island.lowering), *map(name, island.lowering.values)),
     )

@@ -240,7 +240,7 @@ def _is_unplanned(ran: Ran) -> bool:
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:
     """Says that a program for a TPU computes in float16."""
     request = plan.request
-    if request.target.platform != "tpu" or request.settings.compute_dtype != jnp.float16:
+    if request.target.multiplies_float16 or request.settings.compute_dtype != jnp.float16:
         return ""
     return (
         f"autocast of {described(name)} computes in float16 on a TPU, which has no matrix unit "

@@ -35,6 +35,7 @@ class HardwareTarget(NamedTuple):
 
     platform: str  # "gpu", "tpu": what reports and kernels know it by
     passes: tuple[Pass, ...]  # in this order
+    multiplies_float16: bool = True
 
     def until(self, name: str) -> "HardwareTarget":
         """Returns the target with the passes up to the one called `name`.
@@ -66,11 +67,6 @@ def register_target(platforms: Sequence[str], target: HardwareTarget) -> None:
             f"{described(taken or list(_TARGETS))}, which have a target."
         )
     _TARGETS.update(dict.fromkeys(platforms, target))
-
-
-def targets() -> tuple[HardwareTarget, ...]:
-    """Returns the targets, each once."""
-    return tuple(dict.fromkeys(_TARGETS.values()))
 
 
 def platforms() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import graphlib
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -159,23 +159,6 @@ class Probed(NamedTuple):
     turns: int  # that are stacked for one product
 
 
-class IslandLowering(Protocol):
-    """How the nodes of an island are bound, if not as they stand."""
-
-    @property
-    def values(self) -> tuple[Value, ...]:
-        """The values of the island that it knows; alike islands agree in them."""
-        ...
-
-    def enter(self, environment: Environment) -> Environment:
-        """Returns what enters the island, as its nodes read it."""
-        ...
-
-    def bind(self, node: Node, operands: Sequence[Any]) -> list[Any]:
-        """Returns the results of a node, given its operands in float32."""
-        ...
-
-
 class Island(NamedTuple):
     """A set of nodes computed in float32 as one; see `_islands`."""
 
@@ -188,9 +171,18 @@ class Island(NamedTuple):
     common_scopes: int  # how many name scopes its nodes stand in together
     numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
     rewrites: Mapping[Node, Rewrite] = {}
-    lowering: IslandLowering | None = None
     prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
     key: Hashable = None  # islands of one key share a trace (`_islands._key_of`); None: of no other
+
+    def written_in(self, dtype: np.dtype) -> Set[Value]:
+        """Returns the results that leave in a dtype."""
+        return {write.value for write in self.writes if write.dtype == dtype}
+
+    def rewritten(self, forms: Mapping[Node, Rewrite]) -> "Island":
+        """Returns the island with other forms of its nodes; one that it has already stays."""
+        as_written = (node for node in self.nodes if node not in self.rewrites)
+        found = {node: forms[node] for node in as_written if node in forms}
+        return self._replace(rewrites={**self.rewrites, **found})
 
 
 class Fused(NamedTuple):
@@ -200,7 +192,7 @@ class Fused(NamedTuple):
     plain: tuple[Single | Island, ...]  # the steps that run elsewhere, in order
     reads: tuple[Read, ...]  # values from outside, as they are stored
     platform: str  # as `lax.platform_dependent` names it
-    lowering: Callable[[Environment], Any]  # returns the result, given what enters
+    lowering: Callable[[Environment], Any]  # computes the result from what enters
     why: str
 
 

@@ -23,7 +23,7 @@ from jmp.autocasting._autocast import AllOptions, autocast
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Plan, steps_of
-from jmp.autocasting.float8 import OPERANDS
+from jmp.autocasting.float8 import E4M3
 from jmp.diagnostics._arguments import (
     asked_function,
     check_numbers,
@@ -299,7 +299,7 @@ def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
     """
     settings = plan.request.settings
     half = str(settings.compute_dtype)
-    scopes_with: dict[str, dict[str, None]] = {half: {}, str(OPERANDS): {}}  # by dtype
+    scopes_with: dict[str, dict[str, None]] = {half: {}, str(E4M3): {}}  # by dtype
     of_modules = False
     for operation in operations_of(steps_of(plan)):
         if operation.node.region.is_decided:  # by an autocast inside
@@ -323,7 +323,7 @@ def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
             "and Equinox that are arguments; elsewhere write with jax.named_scope('head'): "
             "around each part, such as the call of a layer."
         )
-    asked = half if settings.policy.product_dtype is None else str(OPERANDS)
+    asked = half if settings.policy.product_dtype is None else str(E4M3)
     return in_half, list(scopes_with[asked]), of_modules
 
 
@@ -422,7 +422,7 @@ def _checked_tolerance(tolerance: float | None, policy: str | Policy) -> float:
     if tolerance is None:
         policy = get_policy(policy)
         if policy.product_dtype is not None:
-            return float(jnp.finfo(OPERANDS).eps)
+            return float(jnp.finfo(E4M3).eps)
         return 8 * float(jnp.finfo(policy.compute_dtype).eps)
     expected = "a relative error, above zero, such as 0.01"
     return check_positive(tolerance, "find_float32", "tolerance", expected)

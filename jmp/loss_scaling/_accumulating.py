@@ -20,8 +20,7 @@ from jmp._messages import check_function, described, did_you_mean, listed, shape
 from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
-from jmp.sharding._axes import agreed, axis_names, made_varying
-from jmp.sharding._sums import add_up_all
+from jmp.sharding._axes import add_up_all, agreed, axis_names, made_varying
 from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
 P = ParamSpec("P")

@@ -20,8 +20,17 @@ from jax.typing import DTypeLike
 from jmp._jax_compat import platform_of, varying_axes
 from jmp._messages import PrecisionWarning, described, listed, shape_text, wrong
 from jmp.dtypes import can_hold, floating_dtype, is_castable
-from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, names_by_dimension
-from jmp.sharding._sums import Names, Route, Wire, add_up, in_groups
+from jmp.sharding._axes import (
+    Names,
+    Route,
+    Wire,
+    add_up,
+    are_tracked,
+    in_groups,
+    made_varying,
+    mapped_axes,
+    names_by_dimension,
+)
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
@@ -397,7 +406,7 @@ def _parameter(path: str, array: jax.Array, spec: Any) -> Parameter:
 
     Raises:
       TypeError: `spec` is neither.
-      ValueError: it has more dimensions, or leaves some to XLA.
+      ValueError: it has more dimensions, or leaves some to XLA (`PartitionSpec.UNCONSTRAINED`).
     """
     if _are_names(spec):
         return Parameter(path, array, None, (spec,) if isinstance(spec, str) else tuple(spec))
@@ -408,15 +417,10 @@ def _parameter(path: str, array: jax.Array, spec: Any) -> Parameter:
             "or a jax.sharding.PartitionSpec."
         )
     entries = spec.partitions
-    if len(entries) > array.ndim:
+    if len(entries) > array.ndim or PartitionSpec.UNCONSTRAINED in entries:
         raise ValueError(
-            f"{CALLER} got the spec {spec} for {path}, which is {shape_text(array)}; expected one "
-            f"of at most {array.ndim} dimensions."
-        )
-    if any(entry is PartitionSpec.UNCONSTRAINED for entry in entries):
-        raise ValueError(
-            f"{CALLER} got the spec {spec} for {path}, which leaves a dimension to XLA; expected "
-            "the names of axes, or None for a dimension."
+            f"{CALLER} got the spec {spec} for {path}, which is {shape_text(array)}; expected the "
+            f"names of axes, or None, for each of at most {array.ndim} dimensions."
         )
     return Parameter(path, array, names_by_dimension(spec, array.ndim), tuple(spec.reduced))
 

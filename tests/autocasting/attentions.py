@@ -21,13 +21,14 @@ def plans_of(plan):
 
 
 def attentions(function, *args, policy="mixed_float16", **options):
-    """Returns the fused attentions of a function, and why others are not fused."""
+    """Returns the forms of a function's fused attentions, and why others are not fused."""
     with as_if_cudnn():
         plan = make_program(function, policy, attention="fused", **options).trace(args, {}).plan
     plans = list(plans_of(plan))
-    fused = [step.lowering for p in plans for step in p.steps if isinstance(step, Fused)]
+    fused = [step for p in plans for step in p.steps if isinstance(step, Fused)]
+    forms = [step.lowering.args[1] for step in fused]
     singles = [step for p in plans for step in p.steps if isinstance(step, Single)]
-    return fused, [note for step in singles for note in step.notes]
+    return forms, [note for step in singles for note in step.notes]
 
 
 def lowered(function, *args, platform):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jmp
-from jmp.autocasting.targets import _one_pass
+from jmp.autocasting.targets import _cross_entropy
 from tests.autocasting.plans import listing, plan_of
 from tests.commands import in_full
 from tests.errors import assert_close, relative_error
@@ -38,8 +38,12 @@ def replaced(**instead):
 @pytest.fixture(autouse=True)
 def small():
     """Small islands are recomputed, and rows of 65 numbers are long."""
-    sizes = {"_islands__SMALL": 256, "targets___pick__LARGE": 256, "targets___one_pass__LONG": LONG}
-    with replaced(**sizes, targets___one_pass__GPUS=("cpu",)):
+    sizes = {
+        "_islands__SMALL": 256,
+        "targets___cross_entropy__LARGE": 256,
+        "targets___cross_entropy__LONG": LONG,
+    }
+    with replaced(**sizes, targets___cross_entropy__GPUS=("cpu",)):
         yield
 
 
@@ -73,14 +77,14 @@ def test_maxima_and_sums_are_those_of_float64_and_of_parts_of_the_row(row):
     largest = exact.max()
     with np.errstate(invalid="ignore"):
         powers = np.where(exact == largest, 1, np.exp(exact - largest))
-    maxima, sums = _one_pass.maxima_and_sums((1,), jnp.asarray([row, row[::-1]], jnp.float32))
+    maxima, sums = _cross_entropy.maxima_and_sums((1,), jnp.asarray([row, row[::-1]], jnp.float32))
     np.testing.assert_array_equal(maxima, [largest] * 2)
     np.testing.assert_allclose(sums, [powers.sum()] * 2, rtol=1e-6)
     # Half of a row may be reduced before the rest; a part that is empty has these.
     starts = jnp.float32(-INF), jnp.float32(0)
-    parts = _one_pass.maxima_and_sums((1,), jnp.asarray(row, jnp.float32).reshape(3, 2))
+    parts = _cross_entropy.maxima_and_sums((1,), jnp.asarray(row, jnp.float32).reshape(3, 2))
     parts = [jnp.append(part, start)[::-1] for part, start in zip(parts, starts, strict=True)]
-    together = lax.reduce(tuple(parts), starts, _one_pass._together, (0,))
+    together = lax.reduce(tuple(parts), starts, _cross_entropy._together, (0,))
     np.testing.assert_allclose(together, [largest, powers.sum()], rtol=1e-6)
 
 
@@ -266,7 +270,7 @@ def test_what_lengths_it_takes(rows, classes, of_softmax, of_logsumexp):
 
 
 def test_the_lengths_are_those_of_one_kernel():
-    with replaced(targets___one_pass__LONG=1 << 14):
+    with replaced(targets___cross_entropy__LONG=1 << 14):
         for classes, expected in ((1 << 14, 0), (1 + (1 << 14), 1)):
             assert planned(lambda x, w: jax.nn.softmax(x @ w), 8, classes) == expected
 

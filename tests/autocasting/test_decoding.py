@@ -7,7 +7,7 @@ import pytest
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting.targets import _pick
+from jmp.autocasting.targets import _cross_entropy
 from jmp.diagnostics import logprob_gap
 from testbed.decoding import CACHES, LOOPS, SMALL, Decoder
 from tests.errors import largest_error
@@ -114,7 +114,7 @@ def test_differentiated_generation_has_float32_weights_and_caches(cache):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_labels_are_gathered_where_no_gradient_goes_backwards(loop, monkeypatch):
-    monkeypatch.setattr(_pick, "LARGE", 1)
+    monkeypatch.setattr(_cross_entropy, "LARGE", 1)
     decoder = Decoder(loop=loop, **SMALL)
     params, tokens = text(decoder)
     rows, labels = 1, 1

@@ -11,8 +11,8 @@ import jmp
 from jmp import diagnostics
 from jmp.autocasting import register_rule
 from jmp.autocasting._kinds import Kind, register_kind
-from jmp.autocasting._steps import Rewrite
-from jmp.autocasting.targets._rewriting import rewriting
+from jmp.autocasting._passes import Pass
+from jmp.autocasting._steps import Rewrite, on_islands
 from testbed.passes import with_first
 from tests.primitives import elementwise
 from tests.products import named
@@ -56,15 +56,18 @@ def test_the_parameter_of_a_new_product_says_its_dtype():
     assert equation.params["dtype"] == equation.invars[0].aval.dtype == jnp.float16
 
 
-def test_a_new_rewrite_is_one_row():
-    def reciprocal_root(node, around):
+def test_a_new_rewrite_is_one_function():
+    @on_islands
+    def reciprocal_root(island, level):
         """1 / sqrt(x) as rsqrt(x)."""
-        if node.name != "div" or node.inputs[0].constant != 1:
-            return None
-        root = node.inputs[1].producer
-        if root not in around.inside or root.name != "sqrt":
-            return None
-        return Rewrite("one over a root, in one operation", root.inputs, jax.lax.rsqrt)
+        found = {}
+        for node in island.nodes:
+            if node.name == "div" and node.inputs[0].constant == 1:
+                root = node.inputs[1].producer
+                if root in island.nodes and root.name == "sqrt":
+                    why = "one over a root, in one operation"
+                    found[node] = Rewrite(why, root.inputs, jax.lax.rsqrt)
+        return island.rewritten(found)
 
     def layers(x):
         y = x @ W
@@ -72,7 +75,7 @@ def test_a_new_rewrite_is_one_row():
 
     before = jmp.autocast(layers, "mixed_float16")
     assert dtypes_read_by("rsqrt", before, X) == set()
-    with with_first(rewriting("reciprocal root", "roots", reciprocal_root)):
+    with with_first(Pass("reciprocal root", "roots", reciprocal_root)):
         after = jmp.autocast(layers, "mixed_float16")
         assert dtypes_read_by("rsqrt", after, X) == {"float32"}
         np.testing.assert_allclose(jax.grad(after)(X), jax.grad(before)(X), atol=1e-3)

@@ -119,15 +119,15 @@ def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window
         return weigh(jax.nn.softmax(scores(q, k) + bias[None, None]), v)
 
     for function in (chosen, added):
-        ((step,), _) = attentions(function, Q[:, :, :2], K, V)
-        assert step.form.masking[:2] == (is_causal, window)
-        assert not step.form.masking.terms
-        assert step.form.masking.sees_a_key
+        ((form,), _) = attentions(function, Q[:, :, :2], K, V)
+        assert form.masking[:2] == (is_causal, window)
+        assert not form.masking.terms
+        assert form.masking.sees_a_key
 
 
 def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
-    (step,), _ = attentions(with_mask_of_keys, Q, K, V, PADDING)
-    (mask,) = step.form.masking.masks
+    (form,), _ = attentions(with_mask_of_keys, Q, K, V, PADDING)
+    (mask,) = form.masking.masks
     assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 
@@ -157,6 +157,11 @@ def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_
 def returned_weights(q, k, v):
     weights = jax.nn.softmax(scores(q, k))
     return weigh(weights, v), weights
+
+
+def squared_weights(q, k, v):
+    weights = jax.nn.softmax(scores(q, k))
+    return weights @ weights
 
 
 def divided_by_other_sums(q, k, v):
@@ -200,6 +205,7 @@ LEFT = {
             jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) + 1e4), v),
         (PADDING,), "may undo it"),
     "weights returned": (returned_weights, (), "read elsewhere"),
+    "weights that weigh themselves": (squared_weights, (), "computed together with its scores"),
     "another axis": (
         lambda q, k, v: weigh(jax.nn.softmax(scores(q, k), axis=2), v),
         (), "sums over more than the keys"),
@@ -269,8 +275,8 @@ def test_the_longer_axis_of_queries_is_their_position_where_no_mask_tells():
         return jnp.einsum("bngts,bnsd->bngtd", weights, v)
 
     q, k = normal(0, 2, 2, 3, LENGTH, 8), normal(1, 2, 2, LENGTH, 8)
-    (step,), _ = attentions(grouped, q, k, k)
-    assert step.form.query.shape == (2, LENGTH, 6, 8)
+    (form,), _ = attentions(grouped, q, k, k)
+    assert form.query.shape == (2, LENGTH, 6, 8)
 
 
 def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):

@@ -165,9 +165,9 @@ def test_masks_that_are_joined_are_told_apart(combined):
 
     for platform in ("tpu", "gpu"):
         options = {"policy": "mixed_bfloat16", "platform": platform}
-        ((step,), _) = attentions(attend, TWO_HEADS, K, V, PADDING, **options)
-        assert step.form.masking.is_causal
-        (mask,) = step.form.masking.masks
+        ((form,), _) = attentions(attend, TWO_HEADS, K, V, PADDING, **options)
+        assert form.masking.is_causal
+        (mask,) = form.masking.masks
         assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 

@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 
 import jmp
-from jmp.autocasting._passes import HardwareTarget, register_target, targets
+from jmp.autocasting._passes import HardwareTarget, register_target
 from jmp.autocasting.targets.gpu import GPU
 from jmp.autocasting.targets.tpu import TPU
 from jmp.diagnostics import precision_report
 from testbed.machines.gpus import as_if_cudnn
-from testbed.passes import without_pass
+from testbed.passes import targets, without_pass
 from testbed.small_products import small_is_float8
 from tests.errors import assert_near
 
@@ -24,7 +24,7 @@ CORE = pathlib.Path(jmp.autocasting.__file__).parent
 ADDED = ("attention", "float8", "targets")
 PASSES = [(target, one) for target in targets() for one in target.passes]
 NAMES = [f"{target.platform}: {one.name}" for target, one in PASSES]
-SMALL = {"_islands.SMALL": 256, "targets._pick.LARGE": 1}
+SMALL = {"_islands.SMALL": 256, "targets._cross_entropy.LARGE": 1}
 
 
 def normal(key, *shape):
@@ -133,7 +133,7 @@ def numbers_and_program(target, name):
     mixed = jmp.autocast(fun, policy, platform=target.platform, **options)
     gradient = jax.value_and_grad(mixed, argnums=(0, 1))
     gpus = ("cpu",) if target is GPU else ("cuda",)
-    with mock.patch("jmp.autocasting.targets._one_pass.GPUS", gpus):
+    with mock.patch("jmp.autocasting.targets._cross_entropy.GPUS", gpus):
         # On a CPU XLA leaves out roundings of bfloat16 that it may leave out.
         run = jax.jit(gradient, compiler_options={"xla_allow_excess_precision": False})
         return run(W, X), str(jax.make_jaxpr(gradient)(W, X))

@@ -9,7 +9,7 @@ from jax import export, lax
 import jmp
 from jmp import diagnostics
 from jmp.autocasting import _weight_sums
-from jmp.autocasting.targets import _pick
+from jmp.autocasting.targets import _cross_entropy
 from testbed.machines.gpus import as_if_cudnn
 from tests.bits import bits
 from tests.commands import in_full
@@ -194,7 +194,7 @@ def test_a_step_is_exported_with_symbols(model, policy, small_is_float8):
 def test_an_exported_step_gives_what_it_gives_without_symbols(
     model, policy, small_is_float8, monkeypatch
 ):
-    for module, name, number in ((_pick, "LARGE", 1), (_weight_sums, "MOST_RESULTS", 0)):
+    for module, name, number in ((_cross_entropy, "LARGE", 1), (_weight_sums, "MOST_RESULTS", 0)):
         monkeypatch.setattr(module, name, number)  # so that the plan is the same at every size
     function, arguments, text = MODELS[model]
     options = {"attention": "fused", "recompute": "all"}

@@ -266,8 +266,8 @@ def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_
     [
         ("model", "got the axis 'model' for w; expected one of the mapped axes: 'data'"),
         (P("model"), "got the axis 'model' for w"),
-        (P(None, None, "data"), "which is float32[1,2]; expected one of at most 2 dimensions"),
-        (P(P.UNCONSTRAINED), "leaves a dimension to XLA"),
+        (P(None, None, "data"), "which is float32[1,2]; expected the names of axes"),
+        (P(P.UNCONSTRAINED), "or None, for each of at most 2 dimensions"),
         ({"w": P(), "y": P()}, "specs that do not fit the parameters"),
         ({"w": P("data"), "z": P("data")}, "the same on all devices along 'data'"),
     ],

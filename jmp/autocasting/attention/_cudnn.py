@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jmp.autocasting.attention._axes import spread
 from jmp.autocasting.attention._kernels import (
+    Kernel,
     KernelForm,
     Masking,
     differentiated_once,
@@ -140,23 +141,25 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
     does not batch one with a bias (it refuses most shapes, and adds up the gradients of all
     examples), so then examples are computed one after another.
     """
+    if has_bias:
+        return jax.custom_batching.sequential_vmap(function)
     batched = jax.custom_batching.custom_vmap(function)
 
     @batched.def_vmap
     def rule(size: int, has_axis: Any, *operands: Any) -> Any:
-        has_axis = tuple(has_axis)
-        if has_bias:
-            rows = jax.tree.map(lambda x, has: x if has else None, operands, has_axis)
-
-            def of_row(row: Any) -> Any:
-                own = lambda x, shared: shared if x is None else x
-                return batched(*jax.tree.map(own, row, operands, is_leaf=lambda x: x is None))
-
-            results = jax.lax.map(of_row, rows)
-        else:
-            with_axis = lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape))
-            operands = jax.tree.map(with_axis, operands, has_axis)
-            results = _with_batching(jax.vmap(function), has_bias)(*operands)
+        with_axis = lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape))
+        operands = jax.tree.map(with_axis, operands, tuple(has_axis))
+        results = _with_batching(jax.vmap(function), has_bias)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return batched
+
+
+CUDNN = Kernel(
+    platform="cuda",
+    name="JAX's cuDNN attention",
+    attend=attend,
+    limit_of=lambda form, query, half: "",
+    takes_constants=False,
+    why="attention: one fused cuDNN kernel where the program is lowered for CUDA",
+)

@@ -5,9 +5,8 @@ for another platform than it was planned for. Masks are recognised by their valu
 and a window need no array, and a mask that masks nothing is dropped.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +27,8 @@ from jmp.autocasting._steps import (
     nodes_of,
     runnable_order,
 )
-from jmp.autocasting.attention import _cudnn, _pallas
 from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
-from jmp.autocasting.attention._kernels import Booleans, KernelForm, Masking
+from jmp.autocasting.attention._kernels import Booleans, Kernel, KernelForm, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,
     Attention,
@@ -42,58 +40,24 @@ from jmp.autocasting.attention._matching import (
 from jmp.dtypes import FLOAT32
 
 
-class Kernel(NamedTuple):
-    """A kernel that computes attention on one platform."""
+def attend_by(
+    kernel: Kernel, form: KernelForm, reads: Sequence[Read], environment: Environment
+) -> Any:
+    """Returns the result of an attention.
 
-    platform: str  # as `jax.lax.platform_dependent` names it
-    name: str
-    attend: Callable[..., Any]
-    limit_of: Callable[
-        [KernelForm, Value, np.dtype], str
-    ]  # why it does not take a form; "" if it may
-    takes_constants: bool  # masks without inputs that are neither causal nor a window
-    why: str
-
-
-KERNELS = {
-    "gpu": Kernel(
-        "cuda", "JAX's cuDNN attention", _cudnn.attend, lambda *_: "", False,
-        "attention: one fused cuDNN kernel where the program is lowered for CUDA",
-    ),
-    "tpu": Kernel(
-        "tpu", "JAX's Pallas attention", _pallas.attend_on_tpu, _pallas.limit_of, True,
-        "attention: one fused Pallas kernel where the program is lowered for a TPU",
-    ),
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedAttention:
-    """An attention as one kernel.
-
-    Attributes:
-      attend: computes it, given the form, queries, keys, values, and the values of its terms.
-      reads: queries, keys, values and terms.
+    Args:
+      reads: queries, keys, values, and the values of the form's terms.
     """
-
-    attend: Callable[..., Any]
-    form: KernelForm
-    reads: tuple[Read, ...]
-
-    def __call__(self, environment: Environment) -> Any:
-        """Returns the result of the attention."""
-        query, key, values, *terms = (read_value(read, environment) for read in self.reads)
-        return self.attend(self.form, query, key, values, terms)
+    query, key, values, *terms = (read_value(read, environment) for read in reads)
+    return kernel.attend(form, query, key, values, terms)
 
 
-def fuse_attentions(steps: Sequence[Step], level: Level) -> list[Step]:
+def fuse_attentions(kernel: Kernel, steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, in any order, with fused attentions among them.
 
     The last product of an attention that is not fused says why.
     """
-    request = level.context.request
-    kernel = KERNELS.get(request.target.platform)
-    if request.settings.attention != "fused" or kernel is None:
+    if level.context.request.settings.attention != "fused":
         return list(steps)
     step_of = {node: step for step in steps for node in nodes_of(step)}
     fused: list[Fused] = []
@@ -121,7 +85,7 @@ def _fused_step(
     of_operands = labels_of((*attention.query.axes, *attention.key.axes, *attention.values.axes))
     if has_symbols(tuple(label.length for label in of_operands)):
         raise NotFused("a size of it is a symbol, and a kernel is made for one size")
-    group = _replaced_steps(attention, step_of, level)
+    group = replaced_steps(attention, step_of, level)
     scores, result = step_of[attention.scores], step_of[attention.result]
     if not (isinstance(scores, Single) and scores.is_half):
         raise NotFused("its first product is not computed in half")
@@ -132,8 +96,8 @@ def _fused_step(
     reads = [operands[x.value] for x in (attention.query, attention.key, attention.values)]
     terms = [Read(term.source.value, None) for term in form.masking.terms]
     inside = {value for step in group for node in nodes_of(step) for value in node.outputs}
-    if any(read.value in inside for read in terms):
-        raise NotFused("its bias or its mask is computed together with its scores")
+    if any(read.value in inside for read in (*reads, *terms)):
+        raise NotFused("its values, its bias or its mask are computed together with its scores")
     if not all(_is_stored(read.value, step_of) for read in terms):
         raise NotFused("its bias or its mask, before it is repeated, is inside of an island")
     limit = kernel.limit_of(form, attention.query.value, level.half)
@@ -146,12 +110,12 @@ def _fused_step(
         plain=tuple(runnable_order(group, attention.result.outputs)),
         reads=tuple(Read(v, level.storage.dtype(v)) for v in entering if v not in inside),
         platform=kernel.platform,
-        lowering=FusedAttention(kernel.attend, form, (*reads, *terms)),
+        lowering=functools.partial(attend_by, kernel, form, (*reads, *terms)),
         why=kernel.why,
     )
 
 
-def _replaced_steps(
+def replaced_steps(
     attention: Attention, step_of: Mapping[Node, Step], level: Level
 ) -> list[Single | Island]:
     """Returns the steps that compute an attention and nothing else that is read."""
@@ -187,8 +151,8 @@ def why_refused(kernel: Kernel, form: KernelForm, reads: Sequence[Read]) -> str:
     """
 
     def with_gradient(query: Any, key: Any, values: Any, *terms: Any) -> Any:
-        function = functools.partial(kernel.attend, form, terms=terms)
-        result, pull_back = jax.vjp(function, query, key, values)
+        attend = lambda q, k, v: kernel.attend(form, q, k, v, list(terms))
+        result, pull_back = jax.vjp(attend, query, key, values)
         return pull_back(result)
 
     types = [jax.ShapeDtypeStruct(r.value.aval.shape, r.dtype or r.value.dtype) for r in reads]

@@ -1,4 +1,7 @@
-"""The kernels of all platforms share this: the form of an attention, and derivatives they lack."""
+"""The kernels of all platforms share this: the form of an attention, and derivatives they lack.
+
+`Kernel` says how the pass uses one.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jmp.autocasting._graph import Value
 from jmp.autocasting.attention._axes import Axes, Layout, spread
 from jmp.autocasting.attention._matching import Bias, Mask
 
@@ -64,6 +68,19 @@ class KernelForm(NamedTuple):
     def kept_by(self, mask: Mask, array: Any) -> Any:
         """Returns which scores a mask keeps, of length one along axes that do not matter to it."""
         return spread(jnp.asarray(array) == mask.keeps, mask.source.axes, self.bias_axes)
+
+
+class Kernel(NamedTuple):
+    """A kernel that computes attention on one platform."""
+
+    platform: str  # as `jax.lax.platform_dependent` names it
+    name: str
+    # Given a form, queries, keys, values, and the values of the form's terms.
+    attend: Callable[[KernelForm, Any, Any, Any, list[Any]], Any]
+    # Says why it does not take a form, given the queries and the dtype; "" if it may.
+    limit_of: Callable[[KernelForm, Value, np.dtype], str]
+    takes_constants: bool  # masks without inputs that are neither causal nor a window
+    why: str
 
 
 def or_average(result: Any, sees_a_key: Any, values: Any) -> Any:

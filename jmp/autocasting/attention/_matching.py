@@ -73,12 +73,9 @@ class Attention(NamedTuple):
     """An attention that was found. Labels number the scores' axes."""
 
     scores: Node  # the first product
-    between: tuple[Node, ...]  # what changes the scores, in order
-    argument: Value  # of the softmax: the scores, changed
-    exp: Node
-    division: Node  # of the powers by their sums
-    to_weights: tuple[Node, ...]  # what moves the weights afterwards, or multiplies them by ones
-    result: Node  # the second product
+    result: Node  # the second one
+    nodes: tuple[Node, ...]  # the products, and the nodes that were recognised between them
+    argument: Value  # of the softmax, from which nothing is subtracted yet
     scale: float
     biases: tuple[Bias, ...]
     masks: tuple[Mask, ...]
@@ -87,12 +84,6 @@ class Attention(NamedTuple):
     values: Labelled
     result_axes: Axes
     keys: Label  # of the axis over which the softmax sums
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The products, and the nodes that were recognised between them."""
-        softmax = self.exp, self.division
-        return [self.scores, *self.between, *softmax, *self.to_weights, self.result]
 
     @property
     def batch(self) -> Labels:
@@ -211,12 +202,9 @@ def _attention(
     values, result_axes = _values(result, side, axes, keys)
     attention = Attention(
         scores=scores,
-        between=tuple(between),
-        argument=argument,
-        exp=softmax.exp,
-        division=division,
-        to_weights=tuple(to_weights),
         result=result,
+        nodes=(scores, *between, softmax.exp, division, *to_weights, result),
+        argument=argument,
         scale=scale,
         biases=biases,
         masks=masks,
@@ -288,7 +276,7 @@ def _on_the_way(node: Node) -> Sequence[Value]:
     return ()
 
 
-# What the nodes between do to the scores.
+# Scale, biases and masks: the nodes between the scores and the softmax.
 
 
 def _applied(

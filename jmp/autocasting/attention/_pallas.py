@@ -20,6 +20,7 @@ from jmp import _jax_compat
 from jmp.autocasting._graph import Value
 from jmp.autocasting.attention._axes import labels_of
 from jmp.autocasting.attention._kernels import (
+    Kernel,
     KernelForm,
     Masking,
     differentiated_once,
@@ -186,3 +187,13 @@ def limit_of(form: KernelForm, query: Value, half: np.dtype) -> str:
     if _jax_compat.varying_axes(query):
         return f"it does not say what varies along a mesh; {IN_SHARD_MAP}"
     return ""
+
+
+PALLAS = Kernel(
+    platform="tpu",
+    name="JAX's Pallas attention",
+    attend=attend_on_tpu,
+    limit_of=limit_of,
+    takes_constants=True,
+    why="attention: one fused Pallas kernel where the program is lowered for a TPU",
+)

@@ -4,8 +4,8 @@
 without computing maxima.
 """
 
-from jmp.autocasting.float8._arithmetic import OPERANDS
+from jmp.autocasting.float8._arithmetic import E4M3
 from jmp.autocasting.float8._bounds import with_bounds
 from jmp.autocasting.float8._passes import multiply_in_float8, send_in_float8
 
-__all__ = ["OPERANDS", "multiply_in_float8", "send_in_float8", "with_bounds"]
+__all__ = ["E4M3", "multiply_in_float8", "send_in_float8", "with_bounds"]

@@ -33,7 +33,7 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
 from jmp.autocasting.float8 import _arithmetic
-from jmp.autocasting.float8._arithmetic import OPERANDS, Bound, Extremes, Float8, ProductForm
+from jmp.autocasting.float8._arithmetic import E4M3, Bound, Extremes, Float8, ProductForm
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import without_reduced
 
@@ -49,18 +49,9 @@ class Bounded(NamedTuple):
 # How products are lowered.
 
 
-@dataclasses.dataclass(frozen=True)
-class Float8Of:
-    """The key of a value as float8: it is rounded once for all products that read it."""
-
-    value: Value
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundOf:
-    """The key of the bound of a float8 product's result."""
-
-    product: Value
+# With a value these are keys of an environment: of the value as float8, which is rounded once for
+# all products that read it, and of the bound of a float8 product's result.
+AS_FLOAT8, BOUND = "as float8", "bound"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +66,7 @@ class ProductInFloat8:
 
     form: ProductForm
     factors: tuple[tuple[Bounded, ...], ...] = ((), ())
-    dtype_in = OPERANDS
+    dtype_in = E4M3
 
     def __call__(
         self, step: Single, operands: Sequence[Any], environment: Environment
@@ -89,7 +80,7 @@ class ProductInFloat8:
         ]
         result, bound = _arithmetic.multiply(operands, held, step.params, self.form, bounds)
         if bound is not None:
-            environment[BoundOf(step.node.outputs[0])] = bound
+            environment[BOUND, step.node.outputs[0]] = bound
         return [result]
 
 
@@ -97,7 +88,7 @@ def _bound_of(factors: Sequence[Bounded], environment: Environment) -> Bound | N
     bounds = []
     for product, added, extremes in factors:
         vectors = [read_value(Read(value, None), environment) for value in added]
-        bounds.append(_arithmetic.bound_behind(environment[BoundOf(product)], vectors, extremes))
+        bounds.append(_arithmetic.bound_behind(environment[BOUND, product], vectors, extremes))
     return functools.reduce(_arithmetic.bound_of_product, bounds) if bounds else None
 
 
@@ -105,9 +96,9 @@ def _in_float8(
     value: Value, array: Any, environment: Environment, bound: Bound | None = None
 ) -> Float8:
     """Returns a value in float8; if the environment does not have it yet, the array is rounded."""
-    if Float8Of(value) not in environment:
-        environment[Float8Of(value)] = _arithmetic.hold(array, root(value).aval, bound)
-    held: Float8 = environment[Float8Of(value)]
+    if (AS_FLOAT8, value) not in environment:
+        environment[AS_FLOAT8, value] = _arithmetic.hold(array, root(value).aval, bound)
+    held: Float8 = environment[AS_FLOAT8, value]
     return held
 
 
@@ -130,7 +121,7 @@ def move_in_float8(
                 moved = lax.optimization_barrier(moved)  # as `send_in_half` does
             moved = _jax_compat.bind(equation.primitive, moved, equation.params)
     for value, array in zip(step.node.outputs, moved, strict=True):
-        environment[Float8Of(value)] = Float8(without_reduced(array), scale)
+        environment[AS_FLOAT8, value] = Float8(without_reduced(array), scale)
     if in_half is None:
         return as_it_is(step)(operands)
     return in_half(step, operands, environment)

@@ -22,6 +22,7 @@ were.
 """
 
 import functools
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -30,11 +31,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jmp import _jax_compat
-from jmp.autocasting._facts import Shift
+from jmp.autocasting._facts import Shift, softmaxes_within
 from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._kinds import Level
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Rewrite
-from jmp.autocasting.targets._rewriting import Surroundings
+from jmp.autocasting._steps import Island, Rewrite, on_islands
 from jmp.dtypes import FLOAT32
 
 KEPT_WEIGHTS = "autocast_softmax"
@@ -46,18 +47,22 @@ VECTOR = 128
 # On GPUs.
 
 
-def softmax_from_half_result(node: Node, around: Surroundings) -> Rewrite | None:
+@on_islands
+def softmax_from_half_result(island: Island, level: Level) -> Island:
     """Rewrites the last step of a softmax that leaves in half, all of it in one island."""
-    if node.name != "div" or not around.is_recomputed:
-        return None
-    found, (result,) = [x for x in around.softmaxes if x.division is node], node.outputs
-    # A reader inside would get the rounded result: log(p) of a small p would be -inf.
-    is_read_inside = not around.inside.isdisjoint(result.users)
-    if not found or result not in around.in_half or is_read_inside:
-        return None
-    why = "a softmax before a product: its derivative is taken from its half result"
-    run = functools.partial(softmax, len(found[0].total.outputs[0].aval.shape), around.half)
-    return Rewrite(why, (found[0].argument,), run, KEPT_WEIGHTS)
+    if not island.is_recomputed:
+        return island
+    found, inside, in_half = {}, set(island.nodes), island.written_in(level.half)
+    for one in softmaxes_within(level.facts.softmaxes, inside):
+        if one.division is None:
+            continue
+        (result,) = one.division.outputs
+        # A reader inside would get the rounded result: log(p) of a small p would be -inf.
+        if result in in_half and inside.isdisjoint(result.users):
+            why = "a softmax before a product: its derivative is taken from its half result"
+            run = functools.partial(softmax, len(one.total.outputs[0].aval.shape), level.half)
+            found[one.division] = Rewrite(why, (one.argument,), run, KEPT_WEIGHTS)
+    return island.rewritten(found)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -93,40 +98,42 @@ def _sums(array: Any, rows: int) -> Any:
 # On TPUs.
 
 
-def softmax_of_half_scores(node: Node, around: Surroundings) -> Rewrite | None:
+@on_islands
+def softmax_of_half_scores(island: Island, level: Level) -> Island:
     """Rewrites masks and scales of half scores, and the difference from their maximum, for TPUs."""
+    half, inside, in_half = level.half, set(island.nodes), island.written_in(level.half)
     # No TPU multiplies float16, in which a mask might not lie below all scores.
-    if around.half == np.float16 or not around.is_recomputed:
-        return None
-    if not (node.rule.affine or node.rule.masks):  # before the island is searched
-        return None
-    for softmax in around.softmaxes:
-        exact = softmax.shift and _exact_steps(softmax.shift, around)
-        results = downstream(softmax.argument, around.inside.__contains__)
-        if softmax.shift is None or exact is None or around.in_half.isdisjoint(results):
+    if half == np.float16 or not island.is_recomputed:
+        return island
+    found = {}
+    for one in softmaxes_within(level.facts.softmaxes, inside):
+        exact = one.shift and _exact_steps(one.shift, island, half)
+        results = downstream(one.argument, inside.__contains__)
+        if one.shift is None or exact is None or in_half.isdisjoint(results):
             continue
-        if node in exact:
+        for node in exact:
             why = "half scores, masked or scaled by a power of two: exact in half"
-            return Rewrite(why, node.inputs, functools.partial(_run_in_half, node, around.half))
-        length = softmax.shift.rows.aval.shape[-1]
-        is_even = isinstance(length, int) and length % VECTOR == 0
-        if softmax.shift.sub is node and is_even:
+            found[node] = Rewrite(why, node.inputs, functools.partial(_run_in_half, node, half))
+        length, sub = one.shift.rows.aval.shape[-1], one.shift.sub
+        if isinstance(length, int) and length % VECTOR == 0:
             why = "half scores less their maximum, in half: XLA computes it behind the product"
-            return Rewrite(why, node.inputs, functools.partial(_difference, around.half))
-    return None
+            found[sub] = Rewrite(why, sub.inputs, functools.partial(_difference, half))
+    return island.rewritten(found)
 
 
-def _exact_steps(shift: Shift, around: Surroundings) -> list[Node] | None:
+def _exact_steps(shift: Shift, island: Island, half: np.dtype) -> list[Node] | None:
     """Returns the nodes that mask and scale half scores; None if more than a softmax reads them."""
     readers, scores = {shift.sub, shift.maxima}, shift.rows
-    if not _is_left(shift.sub) or not _is_maximum(shift.sub.inputs[1], shift.maxima, around):
+    entering = {read.value for read in island.reads if read.dtype == half}
+    leaving = {write.value for write in island.writes}
+    if not _is_left(shift.sub) or not _is_maximum(shift.sub.inputs[1], shift.maxima, leaving):
         return None
     found: list[Node] = []
-    while scores not in around.entering:
+    while scores not in entering:
         node = scores.producer
         # Other readers of masked scores, such as a comparison, see the mask as it was written.
-        is_read_here = scores not in around.leaving and readers.issuperset(scores.users)
-        if node is None or node not in around.inside or not is_read_here:
+        is_read_here = scores not in leaving and readers.issuperset(scores.users)
+        if node is None or node not in island.nodes or not is_read_here:
             return None
         varying = [v for v in node.inputs if v.is_float32 and v.constant is None]
         if not _is_left(node) or not _is_exact_in_half(node) or len(varying) != 1:
@@ -141,10 +148,10 @@ def _is_left(node: Node) -> bool:
     return not node.region.in_float32 and node.rule.category is not Category.FULL
 
 
-def _is_maximum(value: Value, maxima: Node, around: Surroundings) -> bool:
+def _is_maximum(value: Value, maxima: Node, leaving: Set[Value]) -> bool:
     """Returns whether a value is a maximum that only the softmax reads, without a gradient."""
     is_stopped = False
-    while value not in around.leaving and len(value.users) == 1:
+    while value not in leaving and len(value.users) == 1:
         node = value.producer
         if node is None or node is maxima:
             return is_stopped and node is maxima

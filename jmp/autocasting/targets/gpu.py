@@ -15,20 +15,11 @@ from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import as_it_is, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import (
-    Environment,
-    Island,
-    Read,
-    Single,
-    on_islands,
-    on_singles,
-)
-from jmp.autocasting.attention import fuse_attentions
+from jmp.autocasting._steps import Environment, Island, Read, Single, on_islands, on_singles
+from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
-from jmp.autocasting.targets._one_pass import sums_in_one_pass
+from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
 from jmp.autocasting.targets._padding import pad_softmaxes
-from jmp.autocasting.targets._pick import pick_as_sum
-from jmp.autocasting.targets._rewriting import rewriting
 from jmp.autocasting.targets._softmax import softmax_from_half_result
 from jmp.dtypes import FLOAT32
 
@@ -47,11 +38,7 @@ def keep_apart(island: Island, level: Level) -> Island:
 
 
 def add_bias(
-    half: np.dtype,
-    is_bias: Sequence[bool],
-    step: Single,
-    operands: Sequence[Any],
-    _: Environment,
+    half: np.dtype, is_bias: Sequence[bool], step: Single, operands: Sequence[Any], _: Environment
 ) -> list[Any]:
     """Returns a half sum with a float32 bias, which is rounded before it is repeated.
 
@@ -104,12 +91,12 @@ GPU = HardwareTarget(
         # that a fused attention replaces.
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
-        rewriting("pick as a sum", "", pick_as_sum),
-        rewriting("softmax from its half result", "gradients of scores", softmax_from_half_result),
-        rewriting("rows in one pass", "sums of exponentials", sums_in_one_pass),
+        Pass("pick as a sum", "", pick_as_sum),
+        Pass("softmax from its half result", "gradients of scores", softmax_from_half_result),
+        Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
-        Pass("fused attention", "attentions and their gradients", fuse_attentions),
+        Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
     ),
