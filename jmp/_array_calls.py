@@ -22,6 +22,11 @@ class Untrained(str):
     __slots__ = ()
 
 
+def is_trained(path: tuple[Any, ...]) -> bool:
+    """Returns whether a key path has no `Untrained` name."""
+    return not any(isinstance(getattr(key, "key", None), Untrained) for key in path)
+
+
 class StaticPart(NamedTuple):
     """The rest of a tree whose arrays were taken out.
 
@@ -105,8 +110,7 @@ class ArrayCall:
         start = 2 if isinstance(argnums, int) else 1
         found: dict[int, str] = {}
         for position, path in enumerate(self.paths):
-            is_trained = not any(isinstance(getattr(k, "key", 0), Untrained) for k in path)
-            if path[0].idx == 0 and path[1].idx in numbers and is_trained:
+            if path[0].idx == 0 and path[1].idx in numbers and is_trained(path):
                 found[position] = path_string(path[start:])
         return found
 

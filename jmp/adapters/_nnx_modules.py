@@ -282,35 +282,30 @@ def cast_in_place(
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class SplitModule:
-    """The Variables of one of several modules that were taken apart together.
+class SplitModule(dict[str, Any]):
+    """The arrays of one of several modules that were taken apart together.
+
+    The keys are the paths of the Variables, joined by slashes; each is `Untrained`, except for an
+    `nnx.Param`.
 
     Attributes:
-      arrays: the arrays in the Variables.
-      names: their paths, joined by slashes; each is `Untrained`, except for an `nnx.Param`.
       where: the graph of all modules, and the path of each array in it.
     """
 
-    def __init__(self, arrays: Iterable[Any], names: tuple[str, ...], where: Any) -> None:
-        self.arrays = tuple(arrays)
-        self.names = names
+    def __init__(self, names: Iterable[str], arrays: Iterable[Any], where: Any) -> None:
+        super().__init__(zip(names, arrays, strict=True))
         self.where = where
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The arrays with their names; the rest."""
-        keys = map(jax.tree_util.DictKey, self.names)
-        return tuple(zip(keys, self.arrays, strict=True)), (self.names, self.where)
+        arrays = [(jax.tree_util.DictKey(name), array) for name, array in self.items()]
+        return arrays, (tuple(self), self.where)
 
     @classmethod
     def tree_unflatten(cls, held: Any, arrays: Any) -> "SplitModule":
         """The inverse of `tree_flatten_with_keys`."""
-        return cls(arrays, *held)
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The arrays that `nnx.grad` differentiates, by path."""
-        named = zip(self.names, self.arrays, strict=True)
-        return {name: array for name, array in named if not isinstance(name, Untrained)}
+        names, where = held
+        return cls(names, arrays, where)
 
 
 def _is_node(value: Any) -> bool:
@@ -331,9 +326,9 @@ def split_modules(tree: PyTree) -> PyTree:
     parts = []
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
+        names = [_name(path[1:], variable) for path, variable in own]
         arrays = [variable.get_raw_value() for _, variable in own]
-        names = tuple(_name(path[1:], variable) for path, variable in own)
-        parts.append(SplitModule(arrays, names, (graph, tuple(path for path, _ in own))))
+        parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
     return rest.filled(parts)
 
 
@@ -350,7 +345,7 @@ def merge_modules(tree: PyTree) -> PyTree:
     flat: dict[Any, Any] = {}
     for part in parts:
         graph, paths = part.where  # the graph of all parts
-        flat.update(zip(paths, part.arrays, strict=True))
+        flat.update(zip(paths, part.values(), strict=True))
     return rest.filled(nnx.merge(graph, nnx.State.from_flat_path(flat)))
 
 

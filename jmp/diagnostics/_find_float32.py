@@ -18,17 +18,19 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp._messages import first_few, listed
-from jmp.autocasting._autocast import AllOptions, autocast
+from jmp._messages import first_few
+from jmp.autocasting._autocast import autocast
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Plan, steps_of
 from jmp.autocasting.float8 import OPERANDS
-from jmp.diagnostics._arguments import (
+from jmp.diagnostics._base import (
+    Report,
     asked_function,
     check_numbers,
     half_program,
     split_arguments,
+    table,
     without_warnings_of_plans,
 )
 from jmp.diagnostics._comparison import (
@@ -37,7 +39,6 @@ from jmp.diagnostics._comparison import (
     comparison_of,
     results_and_gradients,
 )
-from jmp.diagnostics._tables import Report, table
 from jmp.diagnostics._walk import path_in_rules, scopes_path
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -48,7 +49,6 @@ from jmp.trees import cast_to_at_least_float32
 SHOWN = 8
 NOWHERE = "what is in no scope"
 Errors = tuple[float, float]  # of the loss, of the gradient
-CALL = "find_float32(loss_fn, policy)(*args)"
 
 
 def find_float32(
@@ -111,12 +111,8 @@ def find_float32(
     >>> found.rules
     [('head', 'float32')]
     """
-    function = asked_function(CALL, loss_fn, early, policy)
-    if unknown := sorted(set(options) - AllOptions.__optional_keys__):
-        raise TypeError(
-            f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
-            f"the arguments of the loss in a call of their own: {CALL}."
-        )
+    call = "find_float32(loss_fn, policy)(*args)"
+    function = asked_function(call, loss_fn, early, policy, options)
     tolerance = _checked_tolerance(tolerance, policy)
     asks_of_float8 = get_policy(policy).product_dtype is not None
     higher = _without_float8(policy) if asks_of_float8 else "float32"

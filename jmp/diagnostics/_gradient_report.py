@@ -17,9 +17,10 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, argument_numbers
+from jmp.autocasting._autocast import autocast
 from jmp.autocasting._emit import as_if_differentiated
 from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._arguments import asked_function, autocast_if_asked, split_arguments
+from jmp.diagnostics._base import asked_function, split_arguments
 from jmp.diagnostics._ranges import (
     FLOAT8,
     FLOAT8_PRODUCT,
@@ -93,11 +94,13 @@ def gradient_report(
     >>> scaled.total("activation gradient").shares("float16").normal
     1.0
     """
-    loss_fn = asked_function("gradient_report(loss_fn, policy)(*args)", loss_fn, early, policy)
+    call = "gradient_report(loss_fn, policy)(*args)"
+    loss_fn = asked_function(call, loss_fn, early, policy, options)
     exponent_of(scale)  # refuses what is no power of two
     compute_dtype = np.dtype(np.float32 if policy is None else get_policy(policy).compute_dtype)
     half = compute_dtype if is_half(compute_dtype) else None
-    loss_fn = autocast_if_asked("gradient_report", loss_fn, policy, options)
+    if policy is not None:
+        loss_fn = autocast(loss_fn, policy, **options)
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:

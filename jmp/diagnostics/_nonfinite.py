@@ -16,9 +16,8 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
-from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
+from jmp.diagnostics._base import Report, asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
-from jmp.diagnostics._tables import Report
 from jmp.diagnostics._walk import path_in_rules
 from jmp.trees import as_jax_array
 
