@@ -124,30 +124,30 @@ class HeldByModule(NamedTuple):
     content."""
 
     structure: Any
-    arrays: dict[str, list[Any]]  # by the path of a Variable, which may hold a tuple of them
+    arrays: dict[str, list[Any]]  # of each Variable, which may hold a tuple of them
 
     @classmethod
     def of(cls, node: Any) -> "HeldByModule":
         """Returns what `node` holds now."""
         graph, state = nnx.split([node])
-        arrays = {path: jax.tree.leaves(held) for path, held in _variables_in(state).items()}
+        arrays = {name: jax.tree.leaves(held) for name, held in _variables_in(state).items()}
         return cls((graph, jax.tree.structure(state)), arrays)
 
     def changes(self, before: "HeldByModule") -> tuple[str, ...] | None:
-        """Returns the paths of the Variables that changed; None if attributes came or went."""
+        """Returns which Variables changed, by name; None if attributes came or went."""
         if self.structure != before.structure:
             return None
         return tuple(
-            path
-            for path, arrays in self.arrays.items()
-            if not all(map(operator.is_, arrays, before.arrays[path]))
+            name
+            for name, arrays in self.arrays.items()
+            if not all(map(operator.is_, arrays, before.arrays[name]))
         )
 
 
 def _variables_in(state_of_list: Any) -> dict[str, nnx.Variable[Any]]:
-    """Returns the Variables in the state of a list of one node, by their paths in the node."""
+    """Returns the Variables in the state of a list of one node, by their types and paths."""
     flat = nnx.to_flat_state(state_of_list)
-    return {"/".join(map(str, path)): variable for (_, *path), variable in flat}
+    return {f"{type(v).__name__} {'/'.join(map(str, path))}".rstrip(): v for (_, *path), v in flat}
 
 
 def check_writable(node: Any, changed: Sequence[str] | None) -> None:
@@ -158,26 +158,17 @@ def check_writable(node: Any, changed: Sequence[str] | None) -> None:
       changed: the result of `HeldByModule.changes`.
     """
     variables = _variables_in(nnx.state([node]))
-    written = variables if changed is None else changed
-    frozen = [path for path in written if not _is_writable(variables[path])]
-    if not frozen:
-        return
-    named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in frozen]
-    what = "attributes" if changed is None else first_few(named, len(named), most=4)
-    raise errors.TraceContextError(
-        f"A call changes {what} of {type(node).__name__}, which comes from outside of the trace "
-        "(jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be written "
-        "back. Nothing was changed. Make the model an argument, under nnx.jit or nnx.grad; or call "
-        "model.eval() first, if it is to be evaluated."
-    )
-
-
-def _is_writable(variable: nnx.Variable[Any]) -> bool:
     try:
-        variable.set_raw_value(variable.get_raw_value())
-    except errors.TraceContextError:
-        return False
-    return True
+        for name in variables if changed is None else changed:
+            variables[name].set_raw_value(variables[name].get_raw_value())
+    except errors.TraceContextError as error:
+        what = "attributes" if changed is None else first_few(changed, len(changed), most=4)
+        raise errors.TraceContextError(
+            f"A call changes {what} of {type(node).__name__}, which comes from outside of the "
+            "trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be "
+            "written back. Nothing was changed. Make the model an argument, under nnx.jit or "
+            "nnx.grad; or call model.eval() first, if it is to be evaluated."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -346,22 +337,23 @@ def merge_modules(tree: PyTree) -> PyTree:
     for part in parts:
         graph, paths = part.where  # the graph of all parts
         flat.update(zip(paths, part.values(), strict=True))
-    return rest.filled(nnx.merge(graph, nnx.State.from_flat_path(flat)))
+    return rest.filled(nnx.merge(graph, nnx.from_flat_state(flat)))
 
 
-def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
+def of_split_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fun` as a function of modules that were taken apart; it changes no module.
+
+    The methods of its modules open scopes that say their paths.
 
     Args:
       fun: a function; or a module or a method of one, which is called on a copy.
-      in_scopes: whether the methods of its modules open scopes that say their paths.
     """
     own: Any = fun if isinstance(fun, nnx.Module) else getattr(fun, "__self__", None)
     is_method = isinstance(own, nnx.Module)
     body: Any = fun
     if is_method:  # by its class: what `nnx.jit` makes of a method does not say whose it is
         body = type(own).__call__ if own is fun else body.__func__
-    lifted = lift(body, ModuleScopes()) if in_scopes else body
+    lifted = lift(body, ModuleScopes())
 
     @functools.wraps(body, updated=())
     def of_arrays(*args: Any, **kwargs: Any) -> Any:

@@ -78,7 +78,7 @@ def asked_function(
     if framework_of(fun) not in (None, "flax.nnx") or runs_late(fun):
         return fun
     if "flax.nnx" in sys.modules:  # else there is no module of it
-        fun = _nnx().of_split_modules(fun, in_scopes=True)
+        fun = _nnx().of_split_modules(fun)
     return adapters.equinox.in_scopes(fun) if "equinox" in sys.modules else fun
 
 
