@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._messages import described, wrong
-from jmp.trees import PyTree, holds_numbers, path_string, stands_for_numbers
+from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string, stands_for_numbers
 
 
 class Untrained(str):
@@ -70,7 +70,7 @@ class ArrayCall:
     """`fun(*args, **kwargs)` as a function of only its arrays, in the order of the leaves.
 
     Attributes:
-      arrays: the arrays of the call; a `jax.ShapeDtypeStruct` counts as one.
+      arrays: the arrays of the call, as JAX's; a `jax.ShapeDtypeStruct` stays as it is.
       paths: their key paths in `(args, kwargs)`.
     """
 
@@ -83,7 +83,8 @@ class ArrayCall:
         self._fun = fun
         self._count = len(args)
         arguments = (tuple(args), dict(kwargs or {}))
-        self.arrays, self._held = take_arrays(arguments, stands_for_numbers)
+        arrays, self._held = take_arrays(arguments, stands_for_numbers)
+        self.arrays = [as_jax_array(x) if holds_numbers(x) else x for x in arrays]
         named = jax.tree_util.tree_leaves_with_path(arguments)
         self.paths = [path for path, leaf in named if stands_for_numbers(leaf)]
 

@@ -110,7 +110,7 @@ def gradient_report(
         of_float: Callable[[Any], Any] = lambda x: as_jax_array(x) if isinstance(x, float) else x
         given = [jax.tree.map(of_float, x) if i in numbers else x for i, x in enumerate(args)]
         call = ArrayCall(scaled, given, kwargs)
-        arrays = list(map(as_jax_array, call.arrays))
+        arrays = call.arrays
         paths = call.floating_within(argnums, "gradient_report")
         with as_if_differentiated():
             closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
