@@ -187,4 +187,5 @@ def cotangent(result: Any, number: float) -> Any:
     """Returns the cotangent of a result that is `number` everywhere; an integer has none."""
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return np.zeros(result.shape, jax.dtypes.float0)
-    return jnp.full(result.shape, number, result.dtype)
+    with np.errstate(over="ignore"):  # what float16 cannot hold is infinite, as in training
+        return jnp.full(result.shape, number, result.dtype)

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import PrecisionWarning, described, users_stacklevel, wrong
+from jmp._messages import described, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._base import Report, asked_function, grouped, split_arguments, table
 from jmp.loss_scaling._gradients import pair_of
@@ -74,8 +73,6 @@ def compare(
         with `has_aux` a result that is no pair, without it a pair of a scalar and something else,
         which may be `(loss, aux)`; otherwise as `jmp.autocast`.
       ValueError: a scale that is not positive; when called, `argnums` that name no argument.
-
-    Warns: `PrecisionWarning` if a result is float16 and the scale is beyond its range.
 
     >>> def loss(params, x):
     ...     return jnp.mean(jnp.tanh(x @ params["w"]))
@@ -267,28 +264,15 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
       has_aux: whether the results are a pair, of which only the first counts.
 
     Raises: as `compare`.
-    Warns: if the dtype of a result has no number as large as its cotangent, which is infinite then,
-      as in training.
     """
 
-    def of(path: Any, x: Any) -> Any:
-        number = scale / max(1, x.size)
-        if x.dtype == jnp.float16 and number > float(jnp.finfo(jnp.float16).max):
-            number, name = math.inf, path_string(path)
-            warnings.warn(
-                f"compare's result{' ' * bool(name)}{name} is float16 under the policy, which has "
-                f"no number as large as the scale {scale:g}: its gradients are infinite, as in "
-                "training with this scale. Widen what the loss is computed from "
-                "(jmp.cast_to_full of the parameters or the batch), or the loss itself.",
-                PrecisionWarning,
-                stacklevel=users_stacklevel(),
-            )
-        return cotangent(x, number)
+    def of_mean(x: Any) -> Any:
+        return cotangent(x, scale / max(1, x.size))
 
     if has_aux:
         loss, aux = pair_of(results, "(loss, aux)")
-        zeros = jax.tree.map(lambda x: cotangent(x, 0), aux)
-        leaves = jax.tree.leaves((jax.tree_util.tree_map_with_path(of, loss), zeros))
+        zeros = [cotangent(x, 0) for x in jax.tree.leaves(aux)]
+        leaves = [*map(of_mean, jax.tree.leaves(loss)), *zeros]
         return jax.tree.unflatten(jax.tree.structure(results), leaves)
     is_pair = isinstance(results, (tuple, list)) and len(results) == 2
     if is_pair and jax.tree.leaves(results)[0] is results[0] and np.ndim(results[0]) == 0:
@@ -297,7 +281,7 @@ def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
             "they are (loss, aux), write has_aux=True, which differentiates only the loss. "
             "Otherwise return them in a dictionary, or one: lambda *args: fun(*args)[0]."
         )
-    return jax.tree_util.tree_map_with_path(of, results)
+    return jax.tree.map(of_mean, results)
 
 
 def comparison_of(
@@ -392,8 +376,8 @@ def logprob_gap(
     Returns: a function of their arguments that returns a `LogprobGap`.
 
     Raises:
-      TypeError: one of them is no function or returns no floating array; `where` is not boolean.
-      ValueError: shapes differ, or no token counts.
+      TypeError: one of them is no function or returns no floating array.
+      ValueError: shapes differ, `where` is not boolean, or no token counts.
 
     >>> logits, tokens = jnp.eye(3), jnp.arange(3)
     >>> def score(logits):
@@ -487,13 +471,9 @@ def _counted(where: Any, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.
     if where is None:
         return np.ones(shape, bool)
     counted = np.asarray(where)
-    if counted.dtype != bool:
-        raise wrong(TypeError, "logprob_gap", where, "an array of booleans", name="where")
-    if counted.shape != shape or not counted.any():
-        raise ValueError(
-            f"logprob_gap got where= of the shape {counted.shape}, True for {counted.sum()} "
-            f"tokens; expected the shape of the log-probabilities, {shape}, and True for one."
-        )
+    if counted.dtype != bool or counted.shape != shape:
+        expected = f"booleans of the shape of the log-probabilities, {shape}"
+        raise wrong(ValueError, "logprob_gap", where, expected, name="where")
     return counted
 
 

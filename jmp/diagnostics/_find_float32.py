@@ -113,9 +113,13 @@ def find_float32(
     """
     call = "find_float32(loss_fn, policy)(*args)"
     function = asked_function(call, loss_fn, early, policy, options)
-    tolerance = _checked_tolerance(tolerance, policy)
     asks_of_float8 = get_policy(policy).product_dtype is not None
     higher = _without_float8(policy) if asks_of_float8 else "float32"
+    if tolerance is None:
+        roundoff = jnp.finfo(OPERANDS if asks_of_float8 else get_policy(policy).compute_dtype).eps
+        tolerance = float(roundoff) * (1 if asks_of_float8 else 8)
+    expected = "a relative error, above zero, such as 0.01"
+    tolerance = check_positive(tolerance, "find_float32", "tolerance", expected)
     check_positive(scale, "find_float32", "scale", "a loss scale, above zero")
     given_rules = list(options.pop("rules", ()))  # an iterator can be read once
     scaled = scaled_loss(function, StaticLossScale(1.0), has_aux)
@@ -409,19 +413,6 @@ def rules_for(
         if held != policies[path]:
             found[path] = policies[path]
     return [(glob.escape(scope), found[scope]) for scope in longest_first()]
-
-
-# Checks of the arguments.
-
-
-def _checked_tolerance(tolerance: float | None, policy: str | Policy) -> float:
-    if tolerance is None:
-        policy = get_policy(policy)
-        if policy.product_dtype is not None:
-            return float(jnp.finfo(OPERANDS).eps)
-        return 8 * float(jnp.finfo(policy.compute_dtype).eps)
-    expected = "a relative error, above zero, such as 0.01"
-    return check_positive(tolerance, "find_float32", "tolerance", expected)
 
 
 def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:

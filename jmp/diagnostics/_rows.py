@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from jmp.autocasting._carries import find_caches
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._exact_products import WHY_EXACT
-from jmp.autocasting._graph import Node, downstream
+from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import Shape, length_of, size_of
 from jmp.autocasting._operations import (
     Operation,
@@ -100,24 +100,13 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
             *module_and_line(operation),
             dtype_in=", ".join(operation.dtypes_in),
             dtype_out=", ".join(operation.dtypes_out),
-            why=_added_where_sent(operation) or operation.why,
+            why=operation.why,
             times=operation.times,
             flops=operation.times * flops,
             precision=precision_of(equation, operation.params) if has_precision else "",
         )
         rows.append(row)
     return added_up(rows)
-
-
-def _added_where_sent(operation: Operation) -> str:
-    """Says in which dtype devices add up what they exchange, if an operation begins that."""
-    node = operation.node
-    if node.name != "all_to_all":
-        return ""
-    handed_on = downstream(node.outputs[0], lambda node: node.rule.casts or node.rule.moves)
-    sums = (user for value in handed_on for user in value.users if user.name == "reduce_sum")
-    added = next((user.outputs[0].dtype for user in sums), None)
-    return f"devices exchange their parts of a sum and add them up in {added}" if added else ""
 
 
 def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
