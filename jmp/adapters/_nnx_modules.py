@@ -7,9 +7,9 @@
   scope for an nnx module and offers no way to intercept its calls, so a module that a rule names is
   given a subclass of its class whose methods open the scope themselves. In a view it keeps that
   class; in `lift` only the copies in the trace have it.
-- `HeldByModule`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is written
-  back as a whole or not at all. Flax empties a module before it writes it anew, and refuses to
-  write a Variable inside another trace than the one it was made in. So changes are found by
+- `changes_between`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is
+  written back as a whole or not at all. Flax empties a module before it writes it anew, and refuses
+  to write a Variable inside another trace than the one it was made in. So changes are found by
   comparison, a change that cannot be written is refused before, and after any other error modules
   and Variables are as they were.
 - `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for a
@@ -20,9 +20,8 @@
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from flax import errors, nnx
@@ -57,11 +56,12 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
         models = instances_in((args, kwargs), nnx.Pytree, nnx.Variable)
-        before = list(map(HeldByModule.of, models))
+        before = [taken_apart([model])[0] for model in models]
         with policies.in_force(), _prepared(models, policies):
             result = fun(*args, **kwargs)
         policies.rules.warn_unused()
-        changes = [HeldByModule.of(m).changes(b) for m, b in zip(models, before, strict=True)]
+        after = [taken_apart([model])[0] for model in models]
+        changes = map(changes_between, before, after)
         # A model from outside of a trace may be called inside it, but not be written to.
         changed = {i: found for i, found in enumerate(changes) if found != ()}
         written = [models[i] for i in changed]
@@ -119,35 +119,11 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 # Changes of a call are written back as a whole or not at all.
 
 
-class HeldByModule(NamedTuple):
-    """The content of a module, an optimizer or a Variable, to be compared with its later
-    content."""
-
-    structure: Any
-    arrays: dict[str, list[Any]]  # of each Variable, which may hold a tuple of them
-
-    @classmethod
-    def of(cls, node: Any) -> "HeldByModule":
-        """Returns what `node` holds now."""
-        graph, state = nnx.split([node])
-        arrays = {name: jax.tree.leaves(held) for name, held in _variables_in(state).items()}
-        return cls((graph, jax.tree.structure(state)), arrays)
-
-    def changes(self, before: "HeldByModule") -> tuple[str, ...] | None:
-        """Returns which Variables changed, by name; None if attributes came or went."""
-        if self.structure != before.structure:
-            return None
-        return tuple(
-            name
-            for name, arrays in self.arrays.items()
-            if not all(map(operator.is_, arrays, before.arrays[name]))
-        )
-
-
-def _variables_in(state_of_list: Any) -> dict[str, nnx.Variable[Any]]:
-    """Returns the Variables in the state of a list of one node, by their types and paths."""
-    flat = nnx.to_flat_state(state_of_list)
-    return {f"{type(v).__name__} {'/'.join(map(str, path))}".rstrip(): v for (_, *path), v in flat}
+def changes_between(before: "SplitModule", after: "SplitModule") -> tuple[str, ...] | None:
+    """Returns the paths of the Variables that changed; None if attributes came or went."""
+    if after.where != before.where:
+        return None
+    return tuple(path for path, array in after.items() if array is not before[path])
 
 
 def check_writable(node: Any, changed: Sequence[str] | None) -> None:
@@ -155,14 +131,17 @@ def check_writable(node: Any, changed: Sequence[str] | None) -> None:
 
     Args:
       node: a module, an optimizer or a Variable.
-      changed: the result of `HeldByModule.changes`.
+      changed: the result of `changes_between`.
     """
-    variables = _variables_in(nnx.state([node]))
+    flat = nnx.to_flat_state(nnx.state([node]))
+    variables = {"/".join(map(str, path)): variable for (_, *path), variable in flat}
+    written = list(variables if changed is None else changed)
     try:
-        for name in variables if changed is None else changed:
-            variables[name].set_raw_value(variables[name].get_raw_value())
+        for path in written:
+            variables[path].set_raw_value(variables[path].get_raw_value())
     except errors.TraceContextError as error:
-        what = "attributes" if changed is None else first_few(changed, len(changed), most=4)
+        named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in written]
+        what = "attributes" if changed is None else first_few(named, len(named), most=4)
         raise errors.TraceContextError(
             f"A call changes {what} of {type(node).__name__}, which comes from outside of the "
             "trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be "
@@ -310,8 +289,11 @@ def _is_split(value: Any) -> bool:
 def split_modules(tree: PyTree) -> PyTree:
     """Returns a tree with its modules, optimizers and random-number streams taken apart."""
     nodes, rest = take_arrays(tree, _is_node, is_leaf=_is_node)
-    if not nodes:
-        return tree
+    return rest.filled(taken_apart(nodes)) if nodes else tree
+
+
+def taken_apart(nodes: list[Any]) -> list[SplitModule]:
+    """Returns the arrays of several modules, optimizers or Variables, which may share some."""
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
     parts = []
@@ -320,7 +302,7 @@ def split_modules(tree: PyTree) -> PyTree:
         names = [_name(path[1:], variable) for path, variable in own]
         arrays = [variable.get_raw_value() for _, variable in own]
         parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
-    return rest.filled(parts)
+    return parts
 
 
 def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
