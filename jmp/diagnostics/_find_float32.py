@@ -163,6 +163,7 @@ def find_float32(
         all_low = errors(frozenset(asked))
         kept = search(asked, errors, tolerance)
         rules = rules_with(kept)
+        with_rules = comparison(rules)
         alone = {path: tried[low] for path in asked if (low := frozenset([path])) in tried}
         worst_first = sorted(alone.items(), key=lambda item: -max(item[1]))
         return Float32Scopes(
@@ -172,7 +173,9 @@ def find_float32(
             rules=rules,
             all_low=all_low,
             scopes=[ScopeAlone(path, *both, path in kept) for path, both in worst_first],
-            comparison=comparison(rules),
+            comparison=with_rules,
+            loss_error=errors_of(with_rules)[0],
+            gradient_error=errors_of(with_rules)[1],
         )
 
     return find
@@ -214,17 +217,19 @@ class Float32Scopes(Report):
       all_low: the errors of loss and gradient with all scopes in the policy.
       scopes: the scopes that were tried alone, the worst first, and so all that need a rule.
       comparison: `compare` of the program with these rules against float32.
+      loss_error, gradient_error: relative errors with these rules, the gradient's of all leaves as
+        one vector.
 
-    >>> from jmp.diagnostics import compare
-    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
-    >>> scopes = Float32Scopes(
-    ...     "mixed_bfloat16", "float32", 0.01, [], (0.0, 0.0), [], comparison
-    ... )
-    >>> scopes.rules, scopes.is_within  # exact in bfloat16
-    ([], True)
+    >>> from jmp.diagnostics import find_float32
+    >>> def loss(w):
+    ...     with jax.named_scope("body"):
+    ...         return jnp.sum(w @ w)
+    >>> found = find_float32(loss, "mixed_bfloat16")(jnp.eye(2))
+    >>> found.rules, found.is_within, found.loss_error  # exact in bfloat16
+    ([], True, 0.0)
     """
 
-    computed: ClassVar[tuple[str, ...]] = ("loss_error", "gradient_error", "is_within")
+    computed: ClassVar[tuple[str, ...]] = ("is_within",)
     policy: str
     higher: str
     tolerance: float
@@ -232,16 +237,8 @@ class Float32Scopes(Report):
     all_low: Errors
     scopes: list[ScopeAlone]
     comparison: Comparison
-
-    @property
-    def loss_error(self) -> float:
-        """The relative error of the loss with the rules."""
-        return errors_of(self.comparison)[0]
-
-    @property
-    def gradient_error(self) -> float:
-        """The relative error of the gradient with the rules, all leaves as one vector."""
-        return errors_of(self.comparison)[1]
+    loss_error: float
+    gradient_error: float
 
     @property
     def is_within(self) -> bool:
