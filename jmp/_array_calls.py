@@ -13,13 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._messages import described, wrong
-from jmp.trees import PyTree, holds_numbers, path_string, stands_for_numbers
+from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string, stands_for_numbers
 
 
 class Untrained(str):
     """A name in a key path of an array that is not differentiated, such as a running mean."""
 
     __slots__ = ()
+
+
+def is_trained(path: tuple[Any, ...]) -> bool:
+    """Returns whether a key path has no `Untrained` name."""
+    return not any(isinstance(getattr(key, "key", None), Untrained) for key in path)
 
 
 class StaticPart(NamedTuple):
@@ -65,7 +70,7 @@ class ArrayCall:
     """`fun(*args, **kwargs)` as a function of only its arrays, in the order of the leaves.
 
     Attributes:
-      arrays: the arrays of the call; a `jax.ShapeDtypeStruct` counts as one.
+      arrays: the arrays of the call, as JAX's; a `jax.ShapeDtypeStruct` stays as it is.
       paths: their key paths in `(args, kwargs)`.
     """
 
@@ -78,7 +83,8 @@ class ArrayCall:
         self._fun = fun
         self._count = len(args)
         arguments = (tuple(args), dict(kwargs or {}))
-        self.arrays, self._held = take_arrays(arguments, stands_for_numbers)
+        arrays, self._held = take_arrays(arguments, stands_for_numbers)
+        self.arrays = [as_jax_array(x) if holds_numbers(x) else x for x in arrays]
         named = jax.tree_util.tree_leaves_with_path(arguments)
         self.paths = [path for path, leaf in named if stands_for_numbers(leaf)]
 
@@ -105,8 +111,7 @@ class ArrayCall:
         start = 2 if isinstance(argnums, int) else 1
         found: dict[int, str] = {}
         for position, path in enumerate(self.paths):
-            is_trained = not any(isinstance(getattr(k, "key", 0), Untrained) for k in path)
-            if path[0].idx == 0 and path[1].idx in numbers and is_trained:
+            if path[0].idx == 0 and path[1].idx in numbers and is_trained(path):
                 found[position] = path_string(path[start:])
         return found
 
@@ -182,4 +187,5 @@ def cotangent(result: Any, number: float) -> Any:
     """Returns the cotangent of a result that is `number` everywhere; an integer has none."""
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return np.zeros(result.shape, jax.dtypes.float0)
-    return jnp.full(result.shape, number, result.dtype)
+    with np.errstate(over="ignore"):  # what float16 cannot hold is infinite, as in training
+        return jnp.full(result.shape, number, result.dtype)

@@ -7,9 +7,9 @@
   scope for an nnx module and offers no way to intercept its calls, so a module that a rule names is
   given a subclass of its class whose methods open the scope themselves. In a view it keeps that
   class; in `lift` only the copies in the trace have it.
-- `HeldByModule`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is written
-  back as a whole or not at all. Flax empties a module before it writes it anew, and refuses to
-  write a Variable inside another trace than the one it was made in. So changes are found by
+- `changes_between`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is
+  written back as a whole or not at all. Flax empties a module before it writes it anew, and refuses
+  to write a Variable inside another trace than the one it was made in. So changes are found by
   comparison, a change that cannot be written is refused before, and after any other error modules
   and Variables are as they were.
 - `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for a
@@ -20,9 +20,8 @@
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from flax import errors, nnx
@@ -57,11 +56,12 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
         models = instances_in((args, kwargs), nnx.Pytree, nnx.Variable)
-        before = list(map(HeldByModule.of, models))
+        before = [taken_apart([model])[0] for model in models]
         with policies.in_force(), _prepared(models, policies):
             result = fun(*args, **kwargs)
         policies.rules.warn_unused()
-        changes = [HeldByModule.of(m).changes(b) for m, b in zip(models, before, strict=True)]
+        after = [taken_apart([model])[0] for model in models]
+        changes = map(changes_between, before, after)
         # A model from outside of a trace may be called inside it, but not be written to.
         changed = {i: found for i, found in enumerate(changes) if found != ()}
         written = [models[i] for i in changed]
@@ -119,35 +119,11 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 # Changes of a call are written back as a whole or not at all.
 
 
-class HeldByModule(NamedTuple):
-    """The content of a module, an optimizer or a Variable, to be compared with its later
-    content."""
-
-    structure: Any
-    arrays: dict[str, list[Any]]  # by the path of a Variable, which may hold a tuple of them
-
-    @classmethod
-    def of(cls, node: Any) -> "HeldByModule":
-        """Returns what `node` holds now."""
-        graph, state = nnx.split([node])
-        arrays = {path: jax.tree.leaves(held) for path, held in _variables_in(state).items()}
-        return cls((graph, jax.tree.structure(state)), arrays)
-
-    def changes(self, before: "HeldByModule") -> tuple[str, ...] | None:
-        """Returns the paths of the Variables that changed; None if attributes came or went."""
-        if self.structure != before.structure:
-            return None
-        return tuple(
-            path
-            for path, arrays in self.arrays.items()
-            if not all(map(operator.is_, arrays, before.arrays[path]))
-        )
-
-
-def _variables_in(state_of_list: Any) -> dict[str, nnx.Variable[Any]]:
-    """Returns the Variables in the state of a list of one node, by their paths in the node."""
-    flat = nnx.to_flat_state(state_of_list)
-    return {"/".join(map(str, path)): variable for (_, *path), variable in flat}
+def changes_between(before: "SplitModule", after: "SplitModule") -> tuple[str, ...] | None:
+    """Returns the paths of the Variables that changed; None if attributes came or went."""
+    if after.where != before.where:
+        return None
+    return tuple(path for path, array in after.items() if array is not before[path])
 
 
 def check_writable(node: Any, changed: Sequence[str] | None) -> None:
@@ -155,29 +131,23 @@ def check_writable(node: Any, changed: Sequence[str] | None) -> None:
 
     Args:
       node: a module, an optimizer or a Variable.
-      changed: the result of `HeldByModule.changes`.
+      changed: the result of `changes_between`.
     """
-    variables = _variables_in(nnx.state([node]))
-    written = variables if changed is None else changed
-    frozen = [path for path in written if not _is_writable(variables[path])]
-    if not frozen:
-        return
-    named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in frozen]
-    what = "attributes" if changed is None else first_few(named, len(named), most=4)
-    raise errors.TraceContextError(
-        f"A call changes {what} of {type(node).__name__}, which comes from outside of the trace "
-        "(jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be written "
-        "back. Nothing was changed. Make the model an argument, under nnx.jit or nnx.grad; or call "
-        "model.eval() first, if it is to be evaluated."
-    )
-
-
-def _is_writable(variable: nnx.Variable[Any]) -> bool:
+    flat = nnx.to_flat_state(nnx.state([node]))
+    variables = {"/".join(map(str, path)): variable for (_, *path), variable in flat}
+    written = list(variables if changed is None else changed)
     try:
-        variable.set_raw_value(variable.get_raw_value())
-    except errors.TraceContextError:
-        return False
-    return True
+        for path in written:
+            variables[path].set_raw_value(variables[path].get_raw_value())
+    except errors.TraceContextError as error:
+        named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in written]
+        what = "attributes" if changed is None else first_few(named, len(named), most=4)
+        raise errors.TraceContextError(
+            f"A call changes {what} of {type(node).__name__}, which comes from outside of the "
+            "trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be "
+            "written back. Nothing was changed. Make the model an argument, under nnx.jit or "
+            "nnx.grad; or call model.eval() first, if it is to be evaluated."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -282,35 +252,30 @@ def cast_in_place(
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class SplitModule:
-    """The Variables of one of several modules that were taken apart together.
+class SplitModule(dict[str, Any]):
+    """The arrays of one of several modules that were taken apart together.
+
+    The keys are the paths of the Variables, joined by slashes; each is `Untrained`, except for an
+    `nnx.Param`.
 
     Attributes:
-      arrays: the arrays in the Variables.
-      names: their paths, joined by slashes; each is `Untrained`, except for an `nnx.Param`.
       where: the graph of all modules, and the path of each array in it.
     """
 
-    def __init__(self, arrays: Iterable[Any], names: tuple[str, ...], where: Any) -> None:
-        self.arrays = tuple(arrays)
-        self.names = names
+    def __init__(self, names: Iterable[str], arrays: Iterable[Any], where: Any) -> None:
+        super().__init__(zip(names, arrays, strict=True))
         self.where = where
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The arrays with their names; the rest."""
-        keys = map(jax.tree_util.DictKey, self.names)
-        return tuple(zip(keys, self.arrays, strict=True)), (self.names, self.where)
+        arrays = [(jax.tree_util.DictKey(name), array) for name, array in self.items()]
+        return arrays, (tuple(self), self.where)
 
     @classmethod
     def tree_unflatten(cls, held: Any, arrays: Any) -> "SplitModule":
         """The inverse of `tree_flatten_with_keys`."""
-        return cls(arrays, *held)
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The arrays that `nnx.grad` differentiates, by path."""
-        named = zip(self.names, self.arrays, strict=True)
-        return {name: array for name, array in named if not isinstance(name, Untrained)}
+        names, where = held
+        return cls(names, arrays, where)
 
 
 def _is_node(value: Any) -> bool:
@@ -324,17 +289,20 @@ def _is_split(value: Any) -> bool:
 def split_modules(tree: PyTree) -> PyTree:
     """Returns a tree with its modules, optimizers and random-number streams taken apart."""
     nodes, rest = take_arrays(tree, _is_node, is_leaf=_is_node)
-    if not nodes:
-        return tree
+    return rest.filled(taken_apart(nodes)) if nodes else tree
+
+
+def taken_apart(nodes: list[Any]) -> list[SplitModule]:
+    """Returns the arrays of several modules, optimizers or Variables, which may share some."""
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
     parts = []
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
+        names = [_name(path[1:], variable) for path, variable in own]
         arrays = [variable.get_raw_value() for _, variable in own]
-        names = tuple(_name(path[1:], variable) for path, variable in own)
-        parts.append(SplitModule(arrays, names, (graph, tuple(path for path, _ in own))))
-    return rest.filled(parts)
+        parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
+    return parts
 
 
 def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
@@ -350,23 +318,24 @@ def merge_modules(tree: PyTree) -> PyTree:
     flat: dict[Any, Any] = {}
     for part in parts:
         graph, paths = part.where  # the graph of all parts
-        flat.update(zip(paths, part.arrays, strict=True))
-    return rest.filled(nnx.merge(graph, nnx.State.from_flat_path(flat)))
+        flat.update(zip(paths, part.values(), strict=True))
+    return rest.filled(nnx.merge(graph, nnx.from_flat_state(flat)))
 
 
-def of_split_modules(fun: Callable[..., Any], *, in_scopes: bool) -> Callable[..., Any]:
+def of_split_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fun` as a function of modules that were taken apart; it changes no module.
+
+    The methods of its modules open scopes that say their paths.
 
     Args:
       fun: a function; or a module or a method of one, which is called on a copy.
-      in_scopes: whether the methods of its modules open scopes that say their paths.
     """
     own: Any = fun if isinstance(fun, nnx.Module) else getattr(fun, "__self__", None)
     is_method = isinstance(own, nnx.Module)
     body: Any = fun
     if is_method:  # by its class: what `nnx.jit` makes of a method does not say whose it is
         body = type(own).__call__ if own is fun else body.__func__
-    lifted = lift(body, ModuleScopes()) if in_scopes else body
+    lifted = lift(body, ModuleScopes())
 
     @functools.wraps(body, updated=())
     def of_arrays(*args: Any, **kwargs: Any) -> Any:

@@ -98,33 +98,26 @@ def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callab
 def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
     """Returns `fun`, in which the methods of modules among the arguments open scopes with paths.
 
-    Half arrays of modules count as float32 numbers, as under `autocast`. A function of parts of
-    modules runs as it is, see `takes_marked_modules`.
-    """
+    Half arrays of modules count as float32 numbers, as under `autocast`.
 
+    A function may combine a part of a module, which `eqx.partition` returned, with another part. If
+    the other part is no argument, it has no marks, and Equinox refuses to combine the two. Such a
+    function runs as it is; a trace decides.
+    """
     marked = with_marked_modules(fun, ModuleScopes())
 
     @functools.wraps(fun)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (marked if takes_marked_modules(fun, args, kwargs) else fun)(*args, **kwargs)
+        if not any(map(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))):
+            return fun(*args, **kwargs)
+        call, chosen = ArrayCall(marked, args, kwargs), marked
+        try:
+            jax.eval_shape(call.results, *call.arrays)
+        except (TypeError, ValueError):  # an error of the function itself comes again
+            chosen = fun
+        return chosen(*args, **kwargs)
 
     return scoped
-
-
-def takes_marked_modules(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Returns whether a function can be called with marked modules; a trace decides.
-
-    The function combines a part of a module, which `eqx.partition` returned, with another part. If
-    the other part is no argument, it has no marks, and Equinox refuses to combine the two.
-    """
-    if not any(map(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))):
-        return False
-    call = ArrayCall(with_marked_modules(fun, ModuleScopes()), args, kwargs)
-    try:
-        jax.eval_shape(call.results, *call.arrays)
-    except (TypeError, ValueError):  # an error of the function itself comes again
-        return False
-    return True
 
 
 def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = None) -> T:

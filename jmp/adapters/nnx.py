@@ -22,10 +22,19 @@ import optax
 from flax import nnx
 
 from jmp import transforms
+from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import cast_in_place, instances_in, lift, view_of, whole_if_it_fails
+from jmp.adapters._nnx_modules import (
+    cast_in_place,
+    instances_in,
+    lift,
+    of_split_modules,
+    split_modules,
+    view_of,
+    whole_if_it_fails,
+)
 from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, or_decorator
 from jmp.autocasting._numbers import dtype_of
@@ -36,7 +45,6 @@ from jmp.loss_scaling import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
 from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule
-from jmp.trees import is_array
 
 __all__ = [
     "atomic_step",
@@ -269,13 +277,8 @@ def _check_is_lowered(
         return
     if any(lowered_to(node) is not None for _, node in nnx.iter_graph(model)):
         return
-    graph, state = nnx.split((model, args))
-
-    def compute(state: Any) -> list[Any]:
-        model, args = nnx.merge(graph, state)
-        return list(filter(is_array, jax.tree.leaves(loss_fn(model, *args))))
-
-    equations = (visit.equation for visit in walk(jax.make_jaxpr(compute)(state).jaxpr))
+    call = ArrayCall(of_split_modules(loss_fn), split_modules((model, *args)))
+    equations = (each.equation for each in walk(jax.make_jaxpr(call.results)(*call.arrays).jaxpr))
     dtypes = {dtype_of(x) for e in equations if is_product(e) for x in e.invars}
     if dtypes and not any(map(is_half, filter(None, dtypes))):
         warnings.warn(

@@ -7,10 +7,9 @@ scopes that must stay in float32 or out of float8. `metrics` and `check_skips` w
 `find_nonfinite` names the operation that made a NaN.
 """
 
-from jmp.diagnostics._comparison import Comparison, compare
+from jmp.diagnostics._comparison import Comparison, LogprobGap, compare, logprob_gap
 from jmp.diagnostics._find_float32 import Float32Scopes, find_float32
 from jmp.diagnostics._gradient_report import gradient_report
-from jmp.diagnostics._logprob_gap import LogprobGap, logprob_gap
 from jmp.diagnostics._memory_report import MemoryReport, compare_memory, memory_report
 from jmp.diagnostics._nonfinite import NonFinite, find_nonfinite
 from jmp.diagnostics._precision_report import PrecisionReport, assert_products_in, precision_report

@@ -18,17 +18,19 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp._messages import first_few, listed
-from jmp.autocasting._autocast import AllOptions, autocast
+from jmp._messages import first_few
+from jmp.autocasting._autocast import autocast
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Plan, steps_of
 from jmp.autocasting.float8 import E4M3
-from jmp.diagnostics._arguments import (
+from jmp.diagnostics._base import (
+    Report,
     asked_function,
     check_numbers,
     half_program,
     split_arguments,
+    table,
     without_warnings_of_plans,
 )
 from jmp.diagnostics._comparison import (
@@ -37,7 +39,6 @@ from jmp.diagnostics._comparison import (
     comparison_of,
     results_and_gradients,
 )
-from jmp.diagnostics._tables import Report, table
 from jmp.diagnostics._walk import path_in_rules, scopes_path
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -48,7 +49,6 @@ from jmp.trees import cast_to_at_least_float32
 SHOWN = 8
 NOWHERE = "what is in no scope"
 Errors = tuple[float, float]  # of the loss, of the gradient
-CALL = "find_float32(loss_fn, policy)(*args)"
 
 
 def find_float32(
@@ -111,15 +111,15 @@ def find_float32(
     >>> found.rules
     [('head', 'float32')]
     """
-    function = asked_function(CALL, loss_fn, early, policy)
-    if unknown := sorted(set(options) - AllOptions.__optional_keys__):
-        raise TypeError(
-            f"find_float32 got {listed(unknown)}, no option of its own or of autocast; expected "
-            f"the arguments of the loss in a call of their own: {CALL}."
-        )
-    tolerance = _checked_tolerance(tolerance, policy)
+    call = "find_float32(loss_fn, policy)(*args)"
+    function = asked_function(call, loss_fn, early, policy, options)
     asks_of_float8 = get_policy(policy).product_dtype is not None
     higher = _without_float8(policy) if asks_of_float8 else "float32"
+    if tolerance is None:
+        roundoff = jnp.finfo(E4M3 if asks_of_float8 else get_policy(policy).compute_dtype).eps
+        tolerance = float(roundoff) * (1 if asks_of_float8 else 8)
+    expected = "a relative error, above zero, such as 0.01"
+    tolerance = check_positive(tolerance, "find_float32", "tolerance", expected)
     check_positive(scale, "find_float32", "scale", "a loss scale, above zero")
     given_rules = list(options.pop("rules", ()))  # an iterator can be read once
     scaled = scaled_loss(function, StaticLossScale(1.0), has_aux)
@@ -163,6 +163,7 @@ def find_float32(
         all_low = errors(frozenset(asked))
         kept = search(asked, errors, tolerance)
         rules = rules_with(kept)
+        with_rules = comparison(rules)
         alone = {path: tried[low] for path in asked if (low := frozenset([path])) in tried}
         worst_first = sorted(alone.items(), key=lambda item: -max(item[1]))
         return Float32Scopes(
@@ -172,7 +173,9 @@ def find_float32(
             rules=rules,
             all_low=all_low,
             scopes=[ScopeAlone(path, *both, path in kept) for path, both in worst_first],
-            comparison=comparison(rules),
+            comparison=with_rules,
+            loss_error=errors_of(with_rules)[0],
+            gradient_error=errors_of(with_rules)[1],
         )
 
     return find
@@ -214,17 +217,19 @@ class Float32Scopes(Report):
       all_low: the errors of loss and gradient with all scopes in the policy.
       scopes: the scopes that were tried alone, the worst first, and so all that need a rule.
       comparison: `compare` of the program with these rules against float32.
+      loss_error, gradient_error: relative errors with these rules, the gradient's of all leaves as
+        one vector.
 
-    >>> from jmp.diagnostics import compare
-    >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
-    >>> scopes = Float32Scopes(
-    ...     "mixed_bfloat16", "float32", 0.01, [], (0.0, 0.0), [], comparison
-    ... )
-    >>> scopes.rules, scopes.is_within  # exact in bfloat16
-    ([], True)
+    >>> from jmp.diagnostics import find_float32
+    >>> def loss(w):
+    ...     with jax.named_scope("body"):
+    ...         return jnp.sum(w @ w)
+    >>> found = find_float32(loss, "mixed_bfloat16")(jnp.eye(2))
+    >>> found.rules, found.is_within, found.loss_error  # exact in bfloat16
+    ([], True, 0.0)
     """
 
-    computed: ClassVar[tuple[str, ...]] = ("loss_error", "gradient_error", "is_within")
+    computed: ClassVar[tuple[str, ...]] = ("is_within",)
     policy: str
     higher: str
     tolerance: float
@@ -232,16 +237,8 @@ class Float32Scopes(Report):
     all_low: Errors
     scopes: list[ScopeAlone]
     comparison: Comparison
-
-    @property
-    def loss_error(self) -> float:
-        """The relative error of the loss with the rules."""
-        return errors_of(self.comparison)[0]
-
-    @property
-    def gradient_error(self) -> float:
-        """The relative error of the gradient with the rules, all leaves as one vector."""
-        return errors_of(self.comparison)[1]
+    loss_error: float
+    gradient_error: float
 
     @property
     def is_within(self) -> bool:
@@ -413,19 +410,6 @@ def rules_for(
         if held != policies[path]:
             found[path] = policies[path]
     return [(glob.escape(scope), found[scope]) for scope in longest_first()]
-
-
-# Checks of the arguments.
-
-
-def _checked_tolerance(tolerance: float | None, policy: str | Policy) -> float:
-    if tolerance is None:
-        policy = get_policy(policy)
-        if policy.product_dtype is not None:
-            return float(jnp.finfo(E4M3).eps)
-        return 8 * float(jnp.finfo(policy.compute_dtype).eps)
-    expected = "a relative error, above zero, such as 0.01"
-    return check_positive(tolerance, "find_float32", "tolerance", expected)
 
 
 def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:

@@ -1,24 +1,26 @@
 """`gradient_report`: between which powers of two the numbers of a training step lie.
 
 A *tap* follows each product, reduction and exponential. It is the identity; its backward pass hands
-the cotangent on, and returns the counts of value and cotangent as the gradient of a *probe*, an
-argument of zeros. Gradients with respect to one argument add up. So JAX itself adds up the turns of
-loops and takes the branch that runs, and remat, jit and shardings need no code here.
+the cotangent on, and sends the counts of value and cotangent to the host. So only values on the way
+from the parameters to the loss are counted, each turn of a loop and only the branch that runs; and
+remat, jit and shardings need no code here.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall, argument_numbers, vjp_at
+from jmp._array_calls import ArrayCall, argument_numbers
+from jmp.autocasting._autocast import autocast
 from jmp.autocasting._emit import as_if_differentiated
 from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._arguments import asked_function, autocast_if_asked, split_arguments
+from jmp.diagnostics._base import asked_function, split_arguments
 from jmp.diagnostics._ranges import (
     FLOAT8,
     FLOAT8_PRODUCT,
@@ -28,7 +30,7 @@ from jmp.diagnostics._ranges import (
     row_of,
 )
 from jmp.diagnostics._rows import kind_of_row
-from jmp.diagnostics._walk import REPLAYED_INSIDE, Replayed, replay, users_line
+from jmp.diagnostics._walk import REPLAYED_INSIDE, replay, users_line
 from jmp.dtypes import is_half
 from jmp.loss_scaling import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
@@ -36,21 +38,17 @@ from jmp.policy import Policy, get_policy
 from jmp.trees import as_jax_array
 
 
-class Tapped(NamedTuple):
-    """The place of a tap: an operation on a source line of a module. Taps of one place are
-    merged."""
+class Place(NamedTuple):
+    """The place of an activation. Activations of one place are counted together."""
 
-    path: str
+    path: str  # of modules or name scopes
     dtype: str
     operation: str
     source: str
 
 
-BYTES = 4  # of an int32
-
-Position = tuple[int, ...]  # indices of an equation, then of its result
-TapPlaces = dict[Position, Tapped]
-Tap = Callable[[Position, Tapped, Any], Any]  # (position, place, value) -> value
+# Counts of values and of their cotangents by place, an array int[2, ...] for each run of a tap.
+Counts = dict[Place, list[Any]]
 
 
 def gradient_report(
@@ -80,7 +78,7 @@ def gradient_report(
       options: further options of `jmp.autocast`; they need a policy.
 
     Returns: a function that returns a `RangeReport`. Its counts are exact if no tensor has 2**31
-      elements and no line of a module runs 2**16 times.
+      elements. In several processes only the first one has the activations.
 
     Raises: ValueError for a scale that is no power of two, or arguments without a floating array to
       differentiate; TypeError for a loss that is no real floating scalar, and for the arguments of
@@ -96,11 +94,13 @@ def gradient_report(
     >>> scaled.total("activation gradient").shares("float16").normal
     1.0
     """
-    loss_fn = asked_function("gradient_report(loss_fn, policy)(*args)", loss_fn, early, policy)
+    call = "gradient_report(loss_fn, policy)(*args)"
+    loss_fn = asked_function(call, loss_fn, early, policy, options)
     exponent_of(scale)  # refuses what is no power of two
     compute_dtype = np.dtype(np.float32 if policy is None else get_policy(policy).compute_dtype)
     half = compute_dtype if is_half(compute_dtype) else None
-    loss_fn = autocast_if_asked("gradient_report", loss_fn, policy, options)
+    if policy is not None:
+        loss_fn = autocast(loss_fn, policy, **options)
     scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
 
     def report(*args: Any, **kwargs: Any) -> RangeReport:
@@ -110,137 +110,88 @@ def gradient_report(
         of_float: Callable[[Any], Any] = lambda x: as_jax_array(x) if isinstance(x, float) else x
         given = [jax.tree.map(of_float, x) if i in numbers else x for i, x in enumerate(args)]
         call = ArrayCall(scaled, given, kwargs)
-        arrays = list(map(as_jax_array, call.arrays))
+        arrays = call.arrays
         paths = call.floating_within(argnums, "gradient_report")
         with as_if_differentiated():
             closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
-        step, probes = counting_step(closed, arrays, list(paths), half)
-        own, gradients, sums = jax.device_get(jax.jit(step)(arrays, probes))
+        counts: Counts = {}
+        step = counting_step(closed, list(paths), counts, half)
+        own, gradients = jax.device_get(jax.jit(step)(*arrays))
+        jax.effects_barrier()  # all counts have come
         rows = []
-        for role, counts, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
-            for (i, path), counted in zip(paths.items(), counts, strict=True):
+        for role, found, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
+            for (i, path), counted in zip(paths.items(), found, strict=True):
                 rows.append(row_of(role, path, str(arrays[i].dtype), counted, in_them))
-        both = {place: from_bytes(sums[place]) for place in probes}  # a value, and its cotangent
         for index, role, in_them in ((0, "activation", 1.0), (1, "activation gradient", scale)):
-            for (path, dtype, *where), counts in both.items():
-                if counts[index].any():  # else no gradient reaches it
-                    rows.append(row_of(role, path, dtype, counts[index], in_them, *where))
+            for (path, dtype, *where), runs in counts.items():
+                if runs:  # else no gradient reaches it
+                    total: Any = np.sum([run[index] for run in runs], axis=0, dtype=np.int64)
+                    rows.append(row_of(role, path, dtype, total, in_them, *where))
         return RangeReport(tuple(rows), str(half or "float16"))
 
     return report
 
 
 def counting_step(
-    closed: Any, arrays: list[Any], positions: list[int], dtype: Any = None
-) -> tuple[Callable[..., Any], dict[Tapped, jax.Array]]:
-    """Returns the step that counts, a function of (arrays, probes), and the probes.
+    closed: Any, positions: list[int], counts: Counts, dtype: Any = None
+) -> Callable[..., Any]:
+    """Returns a function of arrays that counts parameters, those at `positions`, and gradients.
 
-    It returns the counts of parameters, which are the arrays at `positions`, the counts of their
-    gradients, and sums of bytes by place, for activations that are stored in `dtype`, or for all if
-    it is None.
+    When it runs, `counts` gets the counts of the activations that are stored in `dtype`, or of all
+    if it is None.
     """
-    places = _places(closed, arrays, positions, dtype)
-    probes = {}  # zeros, one for each byte of what a tap counts: of a value and of its cotangent
-    for place in places.values():
-        counts = jax.eval_shape(exponents, jax.ShapeDtypeStruct((), place.dtype))
-        probes[place] = jnp.zeros((2, counts.size, BYTES), np.float32)
 
-    def loss(*operands: Any) -> Any:
-        *arrays, probes = operands
+    def loss(*arrays: Any) -> Any:
+        return _tapped(closed, arrays, counts, dtype)
 
-        def tap(position: Position, place: Tapped, value: Any) -> Any:
-            return _tap(value, probes[place]) if position in places else value
+    def step(*arrays: Any) -> Any:
+        gradients = jax.grad(loss, positions)(*arrays)
+        return [exponents(arrays[i]) for i in positions], list(map(exponents, gradients))
 
-        return _tapped(closed, tap, dtype)(*arrays)
-
-    def step(arrays: Any, probes: Any) -> Any:
-        *gradients, sums = jax.grad(loss, (*positions, len(arrays)))(*arrays, probes)
-        return [exponents(arrays[i]) for i in positions], list(map(exponents, gradients)), sums
-
-    return step, probes
+    return step
 
 
-@jax.custom_vjp
-def _tap(value: Any, probe: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _tap(value: Any, send: Callable[[Any], None]) -> Any:
     return value
 
 
-def _forward(value: Any, probe: Any) -> tuple[Any, Any]:
+def _forward(value: Any, send: Callable[[Any], None]) -> tuple[Any, Any]:
     # The counts are kept and not the value: a tap makes nothing live longer than it did.
     return value, exponents(value)
 
 
-def _backward(counted: Any, cotangent: Any) -> tuple[Any, Any]:
-    return cotangent, bytes_of(jnp.stack([counted, exponents(cotangent)]))
+def _backward(send: Callable[[Any], None], counted: Any, cotangent: Any) -> tuple[Any]:
+    jax.debug.callback(send, jnp.stack([counted, exponents(cotangent)]))
+    return (cotangent,)
 
 
 _tap.defvjp(_forward, _backward)
 
 
-def bytes_of(counts: jax.Array) -> jax.Array:
-    """Splits int32[...] counts into float32[..., BYTES] bytes, the lowest first.
-
-    A gradient adds up in float32, which is exact to 2**24. Bytes may be added up 2**16 times before
-    that, over as many turns of a loop; the counts themselves could exceed it in one turn.
-    """
-    return lax.bitcast_convert_type(counts.astype(np.int32), np.uint8).astype(np.float32)
-
-
-def from_bytes(sums: np.ndarray) -> np.ndarray:
-    """Returns the int64[...] counts of float32[..., BYTES] sums of bytes."""
-    return sums.astype(np.int64) @ 256 ** np.arange(BYTES)
-
-
-def _tapped(closed: Any, tap: Tap, dtype: Any) -> Callable[..., Any]:
-    """Returns the loss with a tap behind each operation that has a row in precision reports.
+def _tapped(closed: Any, arrays: Sequence[Any], counts: Counts, dtype: Any) -> Any:
+    """Returns the loss, with a tap behind each operation that has a row in precision reports.
 
     Equations that are bound as a whole (a custom derivative, a kernel, shard_map) are tapped at
     their outputs if such an operation is inside. Only results that are stored in `dtype` are
     tapped.
     """
 
-    def on_results(replayed: Replayed, results: list[Any]) -> list[Any]:
-        equation = replayed.equation
-        name = equation.primitive.name
-        is_whole = name not in REPLAYED_INSIDE and any(map(kind_of_row, inner_equations(equation)))
-        if kind_of_row(equation) is None and not is_whole:
-            return results
-        operation = _jax_compat.called_name(equation) if is_whole else name
-        if is_whole and any(str(getattr(x.aval, "dtype", "")) == FLOAT8 for x in equation.invars):
-            operation = FLOAT8_PRODUCT
+    def on_results(equation: JaxprEqn, path: str, results: list[Any]) -> list[Any]:
+        operation = equation.primitive.name
+        if kind_of_row(equation) is None:
+            is_replayed = operation in REPLAYED_INSIDE
+            if is_replayed or not any(map(kind_of_row, inner_equations(equation))):
+                return results
+            operation = _jax_compat.called_name(equation)
+            if any(str(getattr(x.aval, "dtype", "")) == FLOAT8 for x in equation.invars):
+                operation = FLOAT8_PRODUCT
         tapped = []
-        for index, result in enumerate(results):
+        for result in results:
             if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
-                place = Tapped(replayed.path, str(result.dtype), operation, users_line(equation))
-                result = tap((*replayed.position, index), place, result)
+                place = Place(path, str(result.dtype), operation, users_line(equation))
+                result = _tap(result, counts.setdefault(place, []).append)
             tapped.append(result)
         return tapped
 
-    return lambda *arrays: replay(closed, arrays, on_results)[0]
-
-
-def _places(closed: Any, arrays: list[Any], positions: list[int], dtype: Any) -> TapPlaces:
-    """Returns the places of values that depend on the parameters, in the program's order.
-
-    A tap makes everything behind it depend on its probe. At any other value it would add a backward
-    pass that the program does not have, or cannot have, as through a while loop.
-    """
-    order: TapPlaces = {}
-    found = set()
-
-    def tap(position: Position, place: Tapped, value: Any) -> Any:
-        @jax.custom_jvp
-        def look(value: Any) -> Any:
-            return value
-
-        @look.defjvp
-        def rule(primals: Any, tangents: Any) -> Any:  # called if there is a tangent
-            found.add(position)
-            return primals[0], tangents[0]
-
-        order[position] = place
-        return look(value)
-
-    loss = _tapped(closed, tap, dtype)
-    jax.eval_shape(lambda *arrays: vjp_at(loss, arrays, positions)[0], *arrays)
-    return {position: place for position, place in order.items() if position in found}
+    return replay(closed, arrays, on_results)[0]

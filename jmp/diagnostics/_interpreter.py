@@ -56,12 +56,12 @@ def state_of(value: Any) -> int:
     if not has_floats(value):
         return FINITE
     array = _jax_compat.on_all_devices(value)
-    if _is_on_an_accelerator(array) and _is_finite_there(array):
+    if _is_finite(array):  # without fetching it
         return FINITE
     numbers = _on_host(array)
     if np.isnan(numbers).any():
         return NAN
-    return FINITE if np.isfinite(numbers).all() else INFINITE
+    return INFINITE
 
 
 def operand(value: Any) -> Operand:
@@ -82,14 +82,8 @@ def tamed(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _is_finite_there(x: jax.Array) -> jax.Array:
+def _is_finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(_wide(x)).all()
-
-
-def _is_on_an_accelerator(array: Any) -> bool:
-    """Returns whether fetching an array costs more than compiling what looks at it."""
-    devices = array.devices() if isinstance(array, jax.Array) else ()
-    return any(device.platform != "cpu" for device in devices)
 
 
 def _on_host(value: Any) -> Any:
@@ -361,20 +355,12 @@ class Interpreter:
         return self.run(branches[branch], inputs, here.within(f"cond, branch {branch}"))
 
     def _scan(self, inputs: list[Checked], here: Location) -> list[Checked]:
-        equation = here.equation
-        scan = _jax_compat.Scan.of(equation.params)
-        # A turn is the same scan with a length of one: JAX keeps what it compiled for that.
-        one = _jax_compat.with_length(equation.params, 1)
-
-        def body(*operands: Any) -> list[Any]:
-            constants, carry, row = scan.split(operands)
-            rows = (x[None] for x in row)
-            results = _jax_compat.bind(equation.primitive, [*constants, *carry, *rows], one)
-            return [*results[: scan.n_carry], *(y[0] for y in results[scan.n_carry :])]
+        scan = _jax_compat.Scan.of(here.equation.params)
+        body = jax.jit(_jax_compat.as_function(scan.body))
 
         def look() -> Causes:
             constants, carry, xs = scan.split(inputs)
-            stacked: Causes = [None] * (len(equation.outvars) - scan.n_carry)
+            stacked: Causes = [None] * (len(here.equation.outvars) - scan.n_carry)
             order = range(scan.length)
             for turn in reversed(order) if scan.reverse else order:
                 operands = [*constants, *carry, *(_row(x, turn) for x in xs)]

@@ -21,15 +21,20 @@ from jax.extend.core import JaxprEqn, Literal
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall, argument_numbers, cotangent, vjp_at
 from jmp._messages import wrong
+from jmp.autocasting._autocast import autocast
 from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
-from jmp.diagnostics._arguments import (
+from jmp.diagnostics._base import (
+    Report,
     asked_function,
-    autocast_if_asked,
+    first_rows,
+    grouped,
+    size,
     split_arguments,
+    table,
+    totals,
     trained_parameters,
 )
-from jmp.diagnostics._tables import Report, first_rows, grouped, size, table, totals
 from jmp.diagnostics._walk import path_of, users_line
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
@@ -89,11 +94,13 @@ def memory_report(
     >>> report.activation_bytes  # x in half, the exponential in float32
     {'float16': 256, 'float32': 256}
     """
-    function = asked_function("memory_report(fun, policy=policy)(*args)", fun, early, policy)
+    call = "memory_report(fun, policy=policy)(*args)"
+    function = asked_function(call, fun, early, policy, options)
     if not (optimizer is None or hasattr(optimizer, "init")):
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
-    function = autocast_if_asked("memory_report", function, policy, options)
+    if policy is not None:
+        function = autocast(function, policy, **options)
 
     def count(*args: Any, **kwargs: Any) -> MemoryReport:
         args, kwargs = split_arguments(*args, **kwargs)

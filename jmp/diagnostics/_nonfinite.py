@@ -16,11 +16,9 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
-from jmp.diagnostics._arguments import asked_function, check_numbers, split_arguments
+from jmp.diagnostics._base import Report, asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
-from jmp.diagnostics._tables import Report
 from jmp.diagnostics._walk import path_in_rules
-from jmp.trees import as_jax_array
 
 
 def find_nonfinite(
@@ -75,13 +73,12 @@ def find_nonfinite(
             "the arrays of the step that failed. Call it outside of jax.jit, on what the jitted "
             "function was called with",
         )
-        arrays = list(map(as_jax_array, call.arrays))
         interpreter = Interpreter(follows_vanishing=vanished)
         operands = []
-        for array, (first, *path) in zip(arrays, call.paths, strict=True):
+        for array, (first, *path) in zip(call.arrays, call.paths, strict=True):
             name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
             operands.append(interpreter.given(array, "argument", name, Location()))
-        results = interpreter.run(jax.make_jaxpr(call.results)(*arrays), operands, Location())
+        results = interpreter.run(jax.make_jaxpr(call.results)(*call.arrays), operands, Location())
         cause = earliest(x.cause for x in results)
         if cause is not None:
             return NonFinite.of(cause)

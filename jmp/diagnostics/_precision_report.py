@@ -24,17 +24,20 @@ from jmp.autocasting._operations import is_product, operations_of
 from jmp.autocasting._passes import target_of
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
-from jmp.diagnostics._arguments import (
+from jmp.diagnostics._base import (
+    Report,
     asked_function,
+    grouped,
     half_program,
+    size,
     split_arguments,
+    table,
+    totals,
     without_warnings_of_plans,
 )
-from jmp.diagnostics._hazards import hazards_of
 from jmp.diagnostics._memory_report import residuals
 from jmp.diagnostics._ranges import FLOAT8, HALVES
-from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, rows_of
-from jmp.diagnostics._tables import Report, grouped, size, table, totals
+from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, hazards_of, rows_of
 from jmp.diagnostics._walk import place_name, with_places
 from jmp.dtypes import floating_dtype
 from jmp.policy import Policy, get_policy
@@ -76,7 +79,7 @@ def precision_report(
     >>> [(row.operation, row.dtype_in) for row in report.rows]
     [('dot_general', 'float16'), ('exp', 'float32'), ('reduce_sum', 'float32')]
     """
-    fun = asked_function("precision_report(fun, policy)(*args)", fun, early, policy)
+    fun = asked_function("precision_report(fun, policy)(*args)", fun, early, policy, options)
     program = half_program("precision_report", fun, policy, options)
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:

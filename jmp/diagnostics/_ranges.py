@@ -17,8 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp._messages import described, wrong
-from jmp.diagnostics._arguments import split_arguments
-from jmp.diagnostics._tables import Report, first_rows, table, totals
+from jmp.diagnostics._base import Report, first_rows, split_arguments, table, totals
 from jmp.dtypes import HALF_DTYPES, floating_dtype
 from jmp.transforms import decode_state
 from jmp.trees import PyTree, as_jax_array, is_array, path_string

@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -125,18 +125,8 @@ def path_in_rules(path: str) -> str:
     return "/".join(itertools.takewhile(lambda name: "->" not in name, names))
 
 
-class Replayed(NamedTuple):
-    """An equation that is run again, and its place."""
-
-    equation: JaxprEqn
-    path: str  # modules or name scopes from the outermost level down, joined by slashes
-    # Indices of equations and branches from the outermost level down: they tell a jaxpr that is
-    # called twice apart, and are the same in each replay of one program.
-    position: tuple[int, ...]
-
-
 T = TypeVar("T")
-OnResults = Callable[[Replayed, list[Any]], list[Any]]
+OnResults = Callable[[JaxprEqn, str, list[Any]], list[Any]]
 
 # Equations whose inside is replayed too. All others are bound as they are.
 REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"})
@@ -145,9 +135,8 @@ REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "con
 def replay(
     jaxpr: Any,
     operands: Sequence[Any],
-    on_results: OnResults = lambda replayed, results: results,
+    on_results: OnResults = lambda equation, path, results: results,
     path: str = "",
-    position: tuple[int, ...] = (),
 ) -> list[Any]:
     """Returns the outputs of a jaxpr, which is closed, or open without constants.
 
@@ -157,15 +146,15 @@ def replay(
     kernels are bound as they are.
 
     Args:
-      on_results: called after each equation, inner levels first, with the equation and its results;
-        returns the values that replace the results.
-      path, position: the path and position of the level above.
+      on_results: called after each equation, inner levels first, with the equation, its path of
+        modules or name scopes, and its results; returns the values that replace the results.
+      path: the path of the level above.
 
     >>> def loss(x):
     ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
     >>> names = []
-    >>> def look(replayed, results):
-    ...     names.append(replayed.equation.primitive.name)
+    >>> def look(equation, path, results):
+    ...     names.append(equation.primitive.name)
     ...     return results
     >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
     >>> names
@@ -173,22 +162,23 @@ def replay(
     """
     inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
-    def step(equation: JaxprEqn, index: int, operands: list[Any]) -> list[Any]:
+    def step(equation: JaxprEqn, _: int, operands: list[Any]) -> list[Any]:
         own_path = scopes_path(equation.source_info.name_stack, path)
-        here = Replayed(equation, own_path, (*position, index))
 
-        def inside(branch: int, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-            below = (*here.position, branch)
-            return lambda *arrays: replay(jaxpr, arrays, on_results, own_path, below)
+        def inside(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+            return lambda *arrays: replay(jaxpr, arrays, on_results, own_path)
 
         name, params = equation.primitive.name, equation.params
         if _jax_compat.is_plain_call(equation):
-            return on_results(here, inside(0, _jax_compat.called(params))(*operands))
+            results = inside(_jax_compat.called(params))(*operands)
+            return on_results(equation, own_path, results)
         if name not in REPLAYED_INSIDE:
-            return on_results(here, _jax_compat.bind(equation.primitive, operands, params))
+            results = _jax_compat.bind(equation.primitive, operands, params)
+            return on_results(equation, own_path, results)
         kind = kind_of(name)
-        functions = list(map(inside, itertools.count(), kind.functions(equation)))
-        return on_results(here, kind.emit(equation, operands, functions))  # as autocast emits it
+        functions = list(map(inside, kind.functions(equation)))
+        # As autocast emits it.
+        return on_results(equation, own_path, kind.emit(equation, operands, functions))
 
     return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
 

@@ -486,10 +486,10 @@ def test_the_price_of_the_highest_precision_is_a_hazard():
 
 def test_the_price_is_that_of_the_modelled_limit():
     from benchmarks._roofline import PEAKS
-    from jmp.diagnostics import _hazards
+    from jmp.diagnostics import _rows
 
     peaks = PEAKS["f32"], PEAKS["tf32"]
-    assert (_hazards.FLOAT32_PEAK, _hazards.TF32_PEAK) == peaks
+    assert (_rows.FLOAT32_PEAK, _rows.TF32_PEAK) == peaks
 
 
 # Dtypes that autocast leaves.

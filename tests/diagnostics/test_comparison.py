@@ -306,12 +306,11 @@ def test_printed_and_as_data():
     assert [row.path for row in found.by_module(depth=0)] == ["", ""]
 
 
-def test_a_float16_result_that_no_loss_scale_fits_is_named():
+def test_a_float16_result_that_no_loss_scale_fits_has_infinite_gradients():
     loss = lambda params, x: jnp.mean(x @ params["w"])
     params, x = {"w": jnp.ones((8, 4), jnp.float16)}, jnp.ones((4, 8), jnp.float16)
-    with pytest.warns(UserWarning, match="result is float16.*65536.*cast_to_full") as caught:
-        diagnostics.compare(loss, "O2", scale=2.0**16)(params, x)
-    assert [warning.filename for warning in caught] == [__file__]
+    found = diagnostics.compare(loss, "O2", scale=2.0**16)(params, x)
+    assert [row.nonfinite for row in found.rows] == [0, 32]
 
 
 # A loss and what is returned beside it.
@@ -349,3 +348,18 @@ def test_arrays_and_trees_are_differentiated_together():
     np.testing.assert_allclose(norm(lambda y: {"loss": y.mean(), "aux": y}), 2 * one)
     np.testing.assert_allclose(norm(lambda y: (y.mean(), y, y)), 3 * one)
     np.testing.assert_allclose(norm(lambda y: [y, y]), 2 * one)
+
+
+@pytest.mark.parametrize("tool", ["compare", "memory_report", "gradient_report"])
+def test_numbers_of_the_other_byte_order_are_arguments(tool):
+    loss = lambda w, x, y: jnp.mean(((x + y) @ w) ** 2)
+    x, y = np.arange(6).reshape(2, 3).astype(">i4"), np.ones((2, 3), ">f4")
+    assert str(getattr(diagnostics, tool)(loss, "mixed_float16")(jnp.ones((3, 2)), x, y))
+
+
+@pytest.mark.parametrize(
+    "tool", ["compare", "memory_report", "gradient_report", "precision_report", "find_float32"]
+)
+def test_an_option_that_does_not_exist_is_named_with_the_tool(tool):
+    with pytest.raises(TypeError, match=rf"^{tool} got 'rule', no option .*: {tool}\("):
+        getattr(diagnostics, tool)(len, "mixed_float16", rule=[])

@@ -68,8 +68,8 @@ MISTAKES = {
         TypeError,
         r"lambda \*args: fun\(\*args\)\[0\]",
     ),
-    "no booleans": (lambda: gap(P, Q, where=P), TypeError, "where.*booleans"),
-    "none": (lambda: gap(P, Q, where=P > 0), ValueError, "True for 0 tokens"),
+    "no booleans": (lambda: gap(P, Q, where=P), ValueError, "where.*booleans"),
+    "none": (lambda: gap(P, Q, where=P > 0), ValueError, "no token with finite.*, of 0"),
     "all NaN": (lambda: gap(P, P * np.nan), ValueError, "no token with finite"),
     "too early": (lambda: logprob_gap(len, len, P), TypeError, "too early"),
 }

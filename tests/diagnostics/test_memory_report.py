@@ -15,7 +15,7 @@ from jax._src import stages
 import jmp
 from jmp import transforms
 from jmp.diagnostics import compare_memory, memory_report
-from jmp.diagnostics._tables import size
+from jmp.diagnostics._base import size
 from tests.commands import in_full
 
 F16 = "mixed_float16"

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmp import diagnostics
 from jmp.diagnostics import _walk
-from jmp.diagnostics._gradient_report import bytes_of, counting_step, from_bytes
+from jmp.diagnostics._gradient_report import counting_step
 from jmp.diagnostics._ranges import exponents
 
 F16 = "mixed_float16"
@@ -384,9 +384,10 @@ def test_a_sharded_step_gathers_nothing_to_count_it():
         return (jnp.tanh(x @ up) @ down).sum()
 
     arrays = [*parameters, put(P("x"), 32, 64)]
-    step, probes = counting_step(jax.make_jaxpr(function)(*arrays), arrays, [0, 1])
-    assert len(probes) == 2  # both products stand on one line
-    assert collectives(step, arrays, probes) == {"all-reduce"}
+    counts = {}
+    step = counting_step(jax.make_jaxpr(function)(*arrays), [0, 1], counts)
+    assert collectives(step, *arrays) == {"all-reduce"}
+    assert len(counts) == 2  # both products stand on one line
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -449,14 +450,7 @@ def test_arguments_of_all_kinds():
     ]  # fmt: skip
 
 
-def test_sums_of_bytes_are_exact_where_sums_of_counts_would_not_be():
-    counts = jnp.array([0, 1, 255, 256, 2**24 + 1, 2**31 - 1], jnp.int32)
-    turns = 2**16 - 1
-    sums = np.asarray(bytes_of(counts)) * np.float32(turns)
-    assert sums.dtype == np.float32
-    assert from_bytes(sums).tolist() == [turns * int(count) for count in counts]
-    assert np.float32(turns) * np.float32(2**24 + 1) != turns * (2**24 + 1)
-
+def test_the_turns_of_a_long_loop_are_added_up():
     def long(w, x):
         return jax.lax.scan(lambda s, _: (s + jnp.exp(w * x), None), x, None, length=3000)[0]
 
@@ -559,23 +553,3 @@ def test_a_replayed_program_is_the_program():
     again = str(jax.make_jaxpr(run)(W["a"], X))
     for words in ("unroll=2", "reverse=True", "prevent_cse=False", "policy", "donated_invars"):
         assert words in str(closed) and str(closed).count(words) == again.count(words)
-
-
-def test_positions_tell_calls_of_one_jaxpr_apart_and_stay_the_same():
-    layer = jax.jit(lambda x: jnp.tanh(x))
-
-    def function(x):
-        with jax.named_scope("twice"):
-            x = layer(layer(x))
-        return jax.lax.cond(x.sum() > 0, jnp.exp, jnp.exp, x)
-
-    closed = jax.make_jaxpr(function)(X)
-
-    def sites():
-        found = []
-        jax.eval_shape(lambda x: _walk.replay(closed, [x], lambda s, r: (found.append(s), r)[1]), X)
-        return [(s.path, s.position) for s in found if s.equation.primitive.name in ("tanh", "exp")]
-
-    first = sites()
-    assert len(set(first)) == 4 and first == sites()
-    assert [path for path, _ in first] == ["twice", "twice", "", ""]
