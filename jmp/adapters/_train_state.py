@@ -22,13 +22,8 @@ from flax.training import train_state
 
 from jmp._messages import described, listed, where_trees_differ, wrong
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
-from jmp.loss_scaling import (
-    DynamicLossScale,
-    HysteresisLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jmp.loss_scaling._base import SAVED, LossScale
+from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.transforms import StoredArray
 from jmp.transforms._loss_scaling import check_order, find_loss_scaling
 from jmp.transforms._placement import placed
@@ -297,7 +292,7 @@ def _check_optimizer(node: PyTree, saved: Any) -> None:
 
 
 _exchange_made_by_flax(TrainState)
-for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, StoredArray):
+for held in (*SAVED, StoredArray):
     serialization.register_serialization_state(
         held, _to_state_dict, _from_state_dict, override=True
     )

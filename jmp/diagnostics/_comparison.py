@@ -6,7 +6,6 @@ Both programs run on the device; the errors are computed in float64 on the host.
 import dataclasses
 import functools
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import PrecisionWarning, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, check_number, users_stacklevel
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._arguments import asked_function, split_arguments
 from jmp.diagnostics._tables import Report, grouped, table
@@ -220,11 +219,8 @@ class Comparison(Report):
 
 def check_positive(number: float, caller: str, name: str, expected: str) -> float:
     """Returns a number; raises TypeError for anything else, ValueError if it is not above zero."""
-    if not isinstance(number, (numbers.Real, jax.Array)):
-        raise wrong(TypeError, caller, number, expected, name=name)
-    if not 0 < float(number) < math.inf:
-        raise wrong(ValueError, caller, number, expected, name=name)
-    return float(number)
+    is_right = lambda number: 0 < number < math.inf
+    return float(check_number(number, caller, expected, is_right, name=name))
 
 
 def results_and_gradients(

@@ -39,7 +39,7 @@ from jmp.diagnostics._comparison import (
 )
 from jmp.diagnostics._tables import Report, table
 from jmp.diagnostics._walk import path_in_rules, scopes_path
-from jmp.loss_scaling import StaticLossScale
+from jmp.loss_scaling._constant import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule

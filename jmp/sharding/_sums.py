@@ -1,7 +1,6 @@
 """Sums over devices: how devices send each other gradients, and add them up.
 
-In which dtypes is decided by the callers, who pass a `Wire`: `_gather.py` for parameters,
-`loss_scaling/_accumulating.py` for windows of gradients.
+In which dtypes is decided by the caller, `_gather.py`, which passes a `Wire`.
 
 A collective adds up in the dtype that it sends: in half it rounds at each of the n devices of a
 ring, and in float32 it sends twice the bytes. An *exchange* has both: each device sends the others
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, mapped_axes
 
 Names = tuple[str, ...]
@@ -113,16 +111,6 @@ def add_up(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.
     if wire.exchanges and is_sent and parts[0].size:
         return _exchange_parts(parts, routes)
     return [_reduced(part, route) for part, route in zip(parts, routes, strict=True)]
-
-
-def add_up_all(arrays: Sequence[jax.Array], axes: Names, sent: np.dtype) -> list[jax.Array]:
-    """Adds up arrays over `axes`; each device has its own parts, and all get the sums.
-
-    Args:
-      sent: the dtype in which float32 arrays are sent; others are sent in their own.
-    """
-    wires = [Wire(sent if a.dtype == FLOAT32 else a.dtype, a.dtype, a.dtype) for a in arrays]
-    return in_groups(add_up, arrays, [Route((), axes, wire) for wire in wires])
 
 
 def _reduced(part: jax.Array, route: Route) -> jax.Array:

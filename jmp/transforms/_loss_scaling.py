@@ -18,7 +18,8 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from jmp._jax_compat import is_concrete
 from jmp._messages import described
-from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _few_kernels, _states

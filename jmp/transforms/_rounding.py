@@ -25,7 +25,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jmp._jax_compat import varying_axes
-from jmp._messages import listed, wrong
+from jmp._messages import check_number, listed, wrong
 from jmp.dtypes import is_half
 from jmp.sharding._axes import are_tracked, mapped_axes, names_by_dimension
 from jmp.trees import PyTree, is_floating
@@ -166,15 +166,15 @@ class RandomBits:
     specs: dict[str, PartitionSpec] | None = None
 
     @classmethod
-    def of(cls, caller: str, seed: object, specs: PyTree = None) -> "RandomBits":
+    def of(cls, caller: str, seed: Any, specs: PyTree = None) -> "RandomBits":
         """Returns the bits that a user described.
 
         Raises: TypeError for a seed that is no integer, or for specs that are no PartitionSpecs.
         """
-        if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
-            raise wrong(TypeError, caller, seed, "an integer such as 0", name="seed")
+        is_any = lambda number: True
+        seed = check_number(seed, caller, "an integer such as 0", is_any, name="seed", kind=int)
         if specs is None:
-            return cls(caller, int(seed))
+            return cls(caller, seed)
         is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
         leaves = tree_leaves_with_path(specs, is_leaf=is_spec)
         by_path = {keystr(path): spec or PartitionSpec() for path, spec in leaves}
@@ -182,7 +182,7 @@ class RandomBits:
             if not isinstance(spec, PartitionSpec):
                 expected = "a tree of PartitionSpecs like the parameters"
                 raise wrong(TypeError, caller, spec, expected, name=f"specs{path}")
-        return cls(caller, int(seed), by_path)
+        return cls(caller, seed, by_path)
 
     def at(self, path: str, like: jax.Array, count: jax.Array | None) -> jax.Array | None:
         """Returns uint32 of the shape of `like`, each bit as good as the flip of a coin.
