@@ -25,11 +25,10 @@ from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.loss_scaling._base import SAVED, LossScale
 from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.transforms import StoredArray
-from jmp.transforms._loss_scaling import check_order, find_loss_scaling
+from jmp.transforms._loss_scaling import find_loss_scaling
+from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.transforms._states import check_half_ones_are_seen
-from jmp.transforms._storing import follow_replaced
-from jmp.transforms._wrapping import structures_compared
+from jmp.transforms._wrapping import check_order, structures_compared
 from jmp.trees import PyTree, is_array, leaves_by_path, register_for_export
 
 
@@ -97,8 +96,7 @@ class TrainState(train_state.TrainState):
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
-        check_order(state.opt_state, undone_on_a_skip=True)
-        check_half_ones_are_seen(state.opt_state, params)
+        check_order(state.opt_state, params, undone_on_a_skip=True)
         check_is_scaled(state.opt_state, apply_fn)
         return state.replace(step=placed(jnp.zeros([], jnp.int32), params))
 

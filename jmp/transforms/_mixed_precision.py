@@ -16,8 +16,7 @@ from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms import _half_parameters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
-from jmp.transforms._states import as_transformation, kept_by_path
-from jmp.transforms._wrapping import Transformation
+from jmp.transforms._wrapping import Transformation, as_transformation
 from jmp.trees import leaves_by_path
 
 Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
@@ -116,7 +115,7 @@ def mixed_precision(
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
     """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
     lost: dict[str, Any] = {}
-    with_master = kept_by_path(state)
+    with_master = _half_parameters.kept_by_path(state)
     for path, leaf in leaves_by_path(params).items():
         dtype = getattr(leaf, "dtype", None)
         is_narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
