@@ -113,39 +113,27 @@ class DynamicLossScale(LossScale):
         Raises: TypeError for a flag that is not boolean, ValueError for one of another shape.
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
+        scale, counter = self._next(finite, ~finite)
+        return _base.replace_leaves(self, loss_scale=scale, counter=counter)
+
+    def _next(self, finite: jax.Array, backs_off: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the next scale and count."""
         counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
         whole_period = math.ceil(min(self.period, _LARGEST_COUNT))
-        grow = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
-        after_finite = jnp.where(grow, self._grown(), self.unchanged)
-        return _base.replace_leaves(
-            self,
-            loss_scale=jnp.where(finite, after_finite, self._backed_off()),
-            counter=jnp.where(finite & ~grow, counted, 0),
-        )
+        grows = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
 
-    @property
-    def unchanged(self) -> jax.Array:
-        """The scale as the next step uses it, if this one changes nothing."""
-        return self._clipped(self._sane)
-
-    @property
-    def _sane(self) -> ArrayLike:
-        """The scale, or that of a new one if a checkpoint brought no valid scale."""
-        is_sane = jnp.isfinite(self.loss_scale) & (self.loss_scale > 0)
-        return jnp.where(is_sane, self.loss_scale, _RESTART)
-
-    def _grown(self) -> jax.Array:
-        factor = self.factor if self.growth_factor is None else self.growth_factor
-        return self._clipped(self._sane * min(factor, _LARGEST_FACTOR))
-
-    def _backed_off(self) -> jax.Array:
+        is_valid = jnp.isfinite(self.loss_scale) & (self.loss_scale > 0)
+        scale = jnp.where(is_valid, self.loss_scale, _RESTART)
+        growth = self.factor if self.growth_factor is None else self.growth_factor
+        grown = scale * min(growth, _LARGEST_FACTOR)
         if self.backoff_factor is None:
-            return self._clipped(self._sane / min(self.factor, _LARGEST_FACTOR))
-        return self._clipped(self._sane * self.backoff_factor)
-
-    def _clipped(self, scale: ArrayLike) -> jax.Array:
+            backed_off = scale / min(self.factor, _LARGEST_FACTOR)
+        else:
+            backed_off = scale * self.backoff_factor
+        changed = jnp.where(grows, grown, jnp.where(backs_off, backed_off, scale))
         # Infinity, from growing near float32's maximum, comes back to the ceiling.
-        return jnp.clip(scale, self.min_loss_scale, self.max_loss_scale)
+        within_bounds = jnp.clip(changed, self.min_loss_scale, self.max_loss_scale)
+        return within_bounds, jnp.where(finite & ~grows, counted, 0)
 
 
 def _growth(value: Any, name: str) -> float:
@@ -201,17 +189,12 @@ class HysteresisLossScale(DynamicLossScale):
         Raises: as `DynamicLossScale.adjust`.
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
-        adjusted = super().adjust(finite)
-        grew = finite & (adjusted.counter == 0)  # after a finite step the count is at least one
         tolerance = jnp.clip(self.tolerance, 0, self.hysteresis)
         left = jnp.where(finite, tolerance, jnp.maximum(tolerance - 1, 0))
-        is_tolerated = ~finite & (left > 0)
-        return _base.replace_leaves(
-            self,
-            loss_scale=jnp.where(is_tolerated, self.unchanged, adjusted.loss_scale),
-            counter=adjusted.counter,
-            tolerance=jnp.where(grew, self.hysteresis, left),
-        )
+        scale, counter = self._next(finite, ~finite & (left == 0))
+        grew = finite & (counter == 0)  # after a finite step the count is at least one
+        tolerance = jnp.where(grew, self.hysteresis, left)
+        return _base.replace_leaves(self, loss_scale=scale, counter=counter, tolerance=tolerance)
 
 
 # The defaults of other libraries.
