@@ -49,7 +49,6 @@ from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path
 # A function of a storage as one program. `init` and `masters` are usually called outside of jit,
 # where JAX would compile each operation for each shape.
 compiled = functools.cache(jax.jit)
-STORAGES: dict[type, "ParameterStorage"] = {}  # by the type of the state; each adds itself
 
 
 class ParameterStorage:
@@ -62,22 +61,10 @@ class ParameterStorage:
     Each class is made once, without arguments. Options of a transformation belong to `stored_by`.
 
     Attributes:
-      state_type: the NamedTuple of its state: first the tree of what is kept beside the parameters,
-        with `optax.MaskedNode` for those that need nothing; then `count`, if `stored_by` gets
-        random bits; last `inner_state`.
       keeps_values: whether what is kept is the value itself, and no part of it in the parameter.
     """
 
-    state_type: ClassVar[type]
     keeps_values: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        if cls.state_type in STORAGES:  # inherited: states would be read by another storage
-            raise TypeError(
-                f"{cls.__name__} has the state {cls.state_type.__name__} of "
-                f"{type(STORAGES[cls.state_type]).__name__}; expected a NamedTuple of its own."
-            )
-        STORAGES[cls.state_type] = cls()
 
     def check(self, param: jax.Array, path: str) -> None:
         """Raises ValueError for a half parameter that it cannot store."""
@@ -134,7 +121,9 @@ def stored_by(
     The arrays that are kept beside the parameters form a tree like theirs.
 
     Args:
-      state_type: the class of its state, which belongs to a `ParameterStorage`.
+      state_type: the NamedTuple of its state, with a storage in `STORAGES`: first the tree of what
+        is kept beside the parameters, with `optax.MaskedNode` for those that need nothing; then
+        `count`, if there are random bits; last `inner_state`.
       dtype: of the values that `inner` sees.
       bits: where the storage's random bits come from; None for one that rounds to the nearest.
     """
@@ -201,13 +190,11 @@ def _check_stored_as_in_init(params: optax.Params, kept: PyTree, caller: str) ->
     with_master = {keystr(p) for p, _ in tree_leaves_with_path(kept, is_leaf=is_kept)}
     for path, leaf in leaves_by_path(params).items():
         if needs_master(leaf) != (path in with_master):
-            had, way = "no half", ""
-            if path in with_master:
-                had = "a half"
-                way = " after each update (optax.apply_updates does, eqx.apply_updates does not)"
+            had = "a half" if path in with_master else "no half"
             raise ValueError(
                 f"{caller} got params{path} of dtype {leaf.dtype}; when `init` was called it had "
-                f"{had} dtype. Keep the dtype{way}, cast the parameters as they were stored then "
+                f"{had} dtype. Keep the dtype in updates (optax.apply_updates does, "
+                "eqx.apply_updates does not), cast the parameters as they were stored then "
                 "(cast_params of the adapters), or call init again."
             )
 
@@ -317,7 +304,6 @@ def with_master_params(
 class Masters(ParameterStorage):
     """Beside each half parameter its float32 or float64 value, whole."""
 
-    state_type = WithMasterParamsState
     keeps_values = True
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
@@ -396,8 +382,6 @@ class SplitMasters(ParameterStorage):
     for at most 2**16 consecutive float32 numbers. (Rounded half to even, as casts do, it stands for
     2**16 + 1 if its last bit is 0: remainders of 16 bits then lose one bit of some masters.)
     """
-
-    state_type = WithSplitMastersState
 
     def check(self, param: jax.Array, path: str) -> None:
         if param.dtype != jnp.bfloat16:
@@ -512,8 +496,6 @@ def with_kahan_summation(
 class KahanSummation(ParameterStorage):
     """Beside the parameter, in its dtype, the value less what the parameter shows."""
 
-    state_type = WithKahanSummationState
-
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
         # XLA may cancel a difference of casts, which it computes with more digits than they have.
         # It cannot see through the operations that rounded `shown`.
@@ -596,8 +578,6 @@ def with_stochastic_rounding(
 class StochasticRounding(ParameterStorage):
     """Nothing is kept beside the parameter, which is the value."""
 
-    state_type = WithStochasticRoundingState
-
     def visible(self, new: jax.Array, param: jax.Array, bits: jax.Array | None) -> jax.Array:
         if bits is None:
             return rounded(new, param.dtype)
@@ -608,3 +588,11 @@ class StochasticRounding(ParameterStorage):
 
     def value(self, param: jax.Array, beside: Any) -> jax.Array:
         return param.astype(jnp.float32)
+
+
+STORAGES: dict[type, ParameterStorage] = {  # by the type of the state
+    WithMasterParamsState: Masters(),
+    WithSplitMastersState: SplitMasters(),
+    WithKahanSummationState: KahanSummation(),
+    WithStochasticRoundingState: StochasticRounding(),
+}

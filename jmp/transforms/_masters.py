@@ -26,7 +26,6 @@ from jmp.transforms._rounding import needs_master, rounded
 from jmp.transforms._wrapping import (
     ROOT,
     STORES_PARAMETERS,
-    caller_of,
     check_order,
     holds_a_state,
     map_states,
@@ -200,15 +199,10 @@ def _check_all_given(opt_state: optax.OptState, given: dict[str, Any], caller: s
         if got_shape == shape or (shape is None and found is not None):
             continue
         got = "nothing" if found is None else f"the shape {got_shape}"
-        is_vector = path == ROOT and shape is not None and len(shape) == 1
-        way = (
-            "Something between, such as optax.flatten, makes one vector of the parameters before "
-            "with_master_params sees them: put it inside, with_master_params(optax.flatten(adam))."
-            if is_vector and found is None
-            else "Pass the parameters that the optimizer was initialised with."
-        )
         raise ValueError(
-            f"{caller} got {got} for params{path}; expected the shape {shape} of its master. {way}"
+            f"{caller} got {got} for params{path}; expected the shape {shape} of its master. Pass "
+            "the parameters that the optimizer was initialised with. If optax.flatten makes one "
+            "vector of them, put it inside, with_master_params(optax.flatten(adam))."
         )
 
 
@@ -218,10 +212,9 @@ def _reset(param: Any, old: Any, storage: ParameterStorage, path: str) -> Any:
     Raises: ValueError for float32 if a part of the value is in the parameter itself.
     """
     if not needs_master(param) and not storage.keeps_values:
-        caller = caller_of(storage.state_type)
         raise ValueError(
-            f"reset_masters got params{path} in {param.dtype}, of which {caller} keeps a part in "
-            "the parameter; expected the parameters as they are stored. Write "
+            f"reset_masters got params{path} in {param.dtype}; expected the parameters as they are "
+            "stored, which hold a part of the values themselves. Write "
             "params, opt_state = transforms.set_masters(opt_state, params, values)."
         )
     value = jnp.array(param, _dtype_of_value(old))
