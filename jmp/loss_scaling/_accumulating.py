@@ -32,10 +32,6 @@ Skip = Literal["window", "micro_batch"]
 
 CALLER = "accumulated_value_and_grad"
 SKIPS = ("window", "micro_batch")
-_STEPS = (
-    "an int of at least 1, such as 4, the number of micro-batches: it is the length of a loop, and "
-    "fixed when jit compiles"
-)
 
 
 def accumulated_value_and_grad(
@@ -117,7 +113,11 @@ def accumulated_value_and_grad(
     if weight is not None:
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
     _check_skip(skip)
-    steps = check_number(steps, CALLER, _STEPS, lambda n: n >= 1, name="steps", kind=int)
+    expected = (
+        "an int of at least 1, such as 4, the number of micro-batches: it is the length of a loop, "
+        "and fixed when jit compiles"
+    )
+    steps = check_number(steps, CALLER, expected, lambda n: n >= 1, name="steps", kind=int)
     dtype_of = functools.partial(_dtype_of_sum, _checked_sum_dtype(accumulate_dtype))
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
     trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)

@@ -39,7 +39,7 @@ from jmp.transforms._wrapping import (
     Transformation,
     caller_of,
     checked_inner,
-    state_of,
+    register_wrapper,
     states_at,
     transformation,
     with_gradients,
@@ -220,7 +220,7 @@ def is_kept(node: object) -> bool:
 # The four ways.
 
 
-@state_of("with_master_params", STORES_PARAMETERS)
+@register_wrapper("with_master_params", STORES_PARAMETERS)
 class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
@@ -313,7 +313,7 @@ class Masters(ParameterStorage):
         return beside
 
 
-@state_of("with_split_masters", STORES_PARAMETERS)
+@register_wrapper("with_split_masters", STORES_PARAMETERS)
 class WithSplitMastersState(NamedTuple):
     """State of `with_split_masters`.
 
@@ -442,7 +442,7 @@ def _signed_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-@state_of("with_kahan_summation", STORES_PARAMETERS)
+@register_wrapper("with_kahan_summation", STORES_PARAMETERS)
 class WithKahanSummationState(NamedTuple):
     """State of `with_kahan_summation`.
 
@@ -506,7 +506,7 @@ class KahanSummation(ParameterStorage):
         return param.astype(jnp.float32) + beside.astype(jnp.float32)
 
 
-@state_of("with_stochastic_rounding", STORES_PARAMETERS)
+@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS)
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 

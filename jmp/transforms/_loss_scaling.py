@@ -30,7 +30,7 @@ from jmp.transforms._wrapping import (
     check_order,
     checked_inner,
     map_states,
-    state_of,
+    register_wrapper,
     states_at,
     transformation,
     with_gradients,
@@ -40,7 +40,7 @@ from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_l
 S = TypeVar("S")
 
 
-@state_of("with_loss_scale", SCALES)
+@register_wrapper("with_loss_scale", SCALES)
 class WithLossScaleState(NamedTuple):
     """State of `with_loss_scale`.
 

@@ -33,7 +33,7 @@ from jmp.transforms._wrapping import (
     STORES_STATE,
     Transformation,
     checked_inner,
-    state_of,
+    register_wrapper,
     transformation,
     with_gradients,
 )
@@ -42,7 +42,7 @@ from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 CALLER = "with_stored_state"
 
 
-@state_of(CALLER, STORES_STATE)
+@register_wrapper(CALLER, STORES_STATE)
 class WithStoredStateState(NamedTuple):
     """State of `with_stored_state`.
 

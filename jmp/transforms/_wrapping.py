@@ -45,7 +45,7 @@ class _Wrapper(NamedTuple):
 _WRAPPERS: dict[type, _Wrapper] = {}  # by the type of the state
 
 
-def state_of(caller: str, place: int) -> Callable[[C], C]:
+def register_wrapper(caller: str, place: int) -> Callable[[C], C]:
     """Registers the class of a transformation's state, for export and for the checks of orders.
 
     Args:

@@ -20,7 +20,7 @@ from jmp import diagnostics, transforms
 from jmp.adapters import equinox, haiku, linen
 from jmp.adapters import nnx as jmp_nnx
 from jmp.transforms._half_parameters import STORAGES, ParameterStorage, stored_by
-from jmp.transforms._wrapping import STORES_PARAMETERS, state_of
+from jmp.transforms._wrapping import STORES_PARAMETERS, register_wrapper
 from tests.bits import bits
 from tests.commands import in_full
 
@@ -373,7 +373,7 @@ def test_in_a_step_that_stores_its_state_the_first_infinity_is_found():
     assert named.operation == "integer_pow" and named.became == "infinity"
 
 
-@state_of("with_pairs", STORES_PARAMETERS)
+@register_wrapper("with_pairs", STORES_PARAMETERS)
 class PairState(NamedTuple):
     rests: Any
     inner_state: Any
