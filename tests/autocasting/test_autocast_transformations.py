@@ -324,7 +324,7 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
 
 def test_names_for_checkpoint_policies_survive():
     jaxpr = str(jax.make_jaxpr(jmp.autocast(recomputed_by_name, F16))(X, W))
-    assert "name[name=hidden]" in jaxpr
+    assert "name[name=hidden]" in jaxpr.lower()  # a CheckpointName under jax_remat3
     kept = printed_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
     assert "f16[4,8] named 'hidden'" in kept
 
