@@ -1,8 +1,8 @@
 """How errors and warnings are worded: errors of one form, any value in a few words, ways out.
 
 The text of each stands where it is raised. Here, in this order:
-  - errors: `wrong` for a value that is not as expected; `check_function` and `refuse_other_models`
-    raise the two that many functions share;
+  - errors: `wrong` for a value that is not as expected; `check_function`, `check_number` and
+    `refuse_other_models` raise those that many functions share;
   - values in a few words: `described`, and what it does for names, arrays and trees. A user's value
     may be a whole optimizer state or ten megabytes of text: a message says what it is, never all
     that is in it;
@@ -23,7 +23,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import UnionType
 from typing import Any
 
 import jax
@@ -78,6 +79,42 @@ def check_function(fun: object, caller: str, call: str) -> None:
     """
     if not callable(fun):
         raise wrong(TypeError, caller, fun, f"a function: {call}")
+
+
+def check_number(
+    value: Any,
+    caller: str,
+    expected: str,
+    is_right: Callable[[Any], bool],
+    *,
+    name: str = "",
+    kind: type | UnionType = int | float,
+) -> Any:
+    """Returns one number, of Python or in an array, as a Python number.
+
+    Args:
+      value: what the user gave. True and False are no numbers.
+      caller, expected, name: as for `wrong`.
+      is_right: whether a number of this kind is taken.
+      kind: int for whole numbers.
+
+    Raises: TypeError for what is no such number, or is traced; ValueError if it is not right.
+
+    >>> check_number(np.float32(8), "period", "at least 1", lambda n: n >= 1)
+    8.0
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{caller} got a traced value; {name or 'it'} is part of the compiled program and must "
+            f"be a plain number: {expected}."
+        )
+    is_scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
+    number = value.item() if is_scalar else value
+    if isinstance(number, bool) or not isinstance(number, kind):
+        raise wrong(TypeError, caller, value, expected, name=name)
+    if not is_right(number):
+        raise wrong(ValueError, caller, value, expected, name=name)
+    return number
 
 
 def refuse_other_models(value: object, caller: str, name: str, own: str, expected: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp._messages import described, shape_text, where_trees_differ
+from jmp._messages import shape_text, where_trees_differ
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, half_dtype, is_castable
 
 T = TypeVar("T")
@@ -155,9 +155,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       AssertionError: `pred` is not a bool scalar (an AssertionError as in DeepMind's `jmp`).
-      ValueError: structures, shapes or dtypes differ, or a dtype cannot hold a Python number:
-        1e300 would become infinite in float32 without an error. This holds also for NumPy's float64
-        and int64 numbers, which JAX takes as float32 and int32 without jax_enable_x64.
+      ValueError: structures, shapes or dtypes differ.
 
     >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
     2
@@ -188,69 +186,14 @@ def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tupl
     if not (_can_be_selected(a) and _can_be_selected(b)):
         return a
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
-    a, b = (_held_by_jax(leaf, path) if is_array(leaf) else leaf for leaf in (a, b))
-    typed = [leaf for leaf in (a, b) if is_array(leaf)]
-    if len({(leaf.dtype, leaf.shape) for leaf in typed}) > 1:
+    a, b = (as_jax_array(leaf) if is_array(leaf) else leaf for leaf in (a, b))
+    if len({(leaf.dtype, leaf.shape) for leaf in (a, b) if is_array(leaf)}) > 1:
+        where = jax.tree_util.keystr(path)[:200] or "the root"
         raise ValueError(
-            f"select_tree got leaves that differ at {_path_in_words(path)}: "
-            f"{shape_text(a)} and {shape_text(b)}. Cast them to one dtype and shape first: a state "
-            "must keep its types from step to step."
+            f"select_tree got leaves that differ at {where}: {shape_text(a)} and {shape_text(b)}. "
+            "Cast them to one dtype and shape first: a state must keep its types from step to step."
         )
-    if len(typed) < 2:
-        dtype = jnp.result_type(*map(_sample, (a, b)))
-        a, b = (leaf if is_array(leaf) else _number_in(dtype, leaf, path) for leaf in (a, b))
     return jnp.where(flag_of(a), a, b)
-
-
-def _path_in_words(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path)[:200] or "the root"
-
-
-def _sample(leaf: Any) -> Any:
-    """Returns an array as it is, and for a Python number a small one of its type."""
-    kinds = (bool, int, float, complex)
-    return leaf if is_array(leaf) else next(kind(1) for kind in kinds if isinstance(leaf, kind))
-
-
-def _held_by_jax(leaf: AnyArray, path: tuple[Any, ...]) -> jax.Array:
-    """Returns an array leaf as a JAX array; raises ValueError if a number would become another."""
-    if not isinstance(leaf, jax.Array):
-        native = leaf.dtype.newbyteorder("=")
-        dtype = jax.dtypes.canonicalize_dtype(native)
-        if dtype != native:
-            _check_fits(leaf, dtype, described(leaf), path)
-    return as_jax_array(leaf)
-
-
-def _number_in(dtype: np.dtype, number: complex, path: tuple[Any, ...]) -> complex:
-    """Returns a Python number that `dtype` can hold; raises ValueError if it cannot."""
-    _check_fits(number, dtype, f"the Python number {described(number)}", path)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return float(number.real) if is_float else number  # JAX takes no integer beyond its own
-
-
-def _check_fits(numbers: Any, dtype: np.dtype, name: str, path: tuple[Any, ...]) -> None:
-    """Raises ValueError if a number, of Python or in a NumPy array, is too large for `dtype`."""
-    if not _fits(numbers, dtype):
-        raise ValueError(
-            f"select_tree got {name} at {_path_in_words(path)}, which becomes an array of {dtype} "
-            "and does not fit in it. Expected a smaller number, infinity, or an array of a wider "
-            "dtype (float64 needs jax_enable_x64)."
-        )
-
-
-def _fits(numbers: Any, dtype: np.dtype) -> bool:
-    """Returns whether numbers can be rounded to `dtype` without becoming infinite."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        return bool(np.all((int(limits.min) <= numbers.real) & (numbers.real <= int(limits.max))))
-    try:
-        parts = np.array([numbers.real, numbers.imag], np.float64)
-    except OverflowError:  # an integer beyond float64
-        return False
-    with np.errstate(over="ignore"):
-        rounded = parts.astype(np.zeros((), dtype).real.dtype)
-    return bool(np.all(np.isfinite(rounded) | ~np.isfinite(parts)))
 
 
 def _can_be_selected(leaf: Any) -> bool:

@@ -96,7 +96,7 @@ REFUSED_SCALES: list[_Refused] = [
     *(_dynamic("min_loss_scale", bad, _NOT_NEGATIVE) for bad in (-1.0, NAN, -INFINITY)),
     *(_dynamic("max_loss_scale", bad, _NOT_NEGATIVE) for bad in (-1.0, NAN)),
     *(
-        _dynamic(name, bad, f"{name} got {described(bad)}; expected one number", TypeError)
+        _dynamic(name, bad, f"{name} got {described(bad)}; expected a", TypeError)
         for name in ("period", "factor", "min_loss_scale", "max_loss_scale", "backoff_factor")
         for bad in (True, "2", [2.0])
     ),
@@ -105,7 +105,7 @@ REFUSED_SCALES: list[_Refused] = [
         for bad in (-1.0, NAN, INFINITY)
     ),
     *(
-        _static(bad, f"StaticLossScale got {described(bad)}; expected one number", TypeError)
+        _static(bad, f"StaticLossScale got {described(bad)}; expected a finite number", TypeError)
         for bad in (None, "512", True, [512.0], np.ones(2))
     ),
 ]

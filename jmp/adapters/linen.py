@@ -32,21 +32,15 @@ from jmp._messages import described, listed, refuse_other_models, where_trees_di
 from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
 from jmp.autocasting._autocast import Options
-from jmp.loss_scaling import (
-    DynamicLossScale,
-    HysteresisLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from jmp.loss_scaling._base import SAVED, LossScale
+from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule
 from jmp.transforms import StoredArray
-from jmp.transforms._loss_scaling import check_order, find_loss_scaling
+from jmp.transforms._loss_scaling import find_loss_scaling
+from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.transforms._states import check_half_ones_are_seen
-from jmp.transforms._storing import follow_replaced
-from jmp.transforms._wrapping import structures_compared
+from jmp.transforms._wrapping import check_order, structures_compared
 from jmp.trees import (
     PyTree,
     cast_floating,
@@ -300,8 +294,7 @@ class TrainState(train_state.TrainState):
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax gives no types
             apply_fn=apply_fn, params=params, tx=tx, **kwargs
         )
-        check_order(state.opt_state, undone_on_a_skip=True)
-        check_half_ones_are_seen(state.opt_state, params)
+        check_order(state.opt_state, params, undone_on_a_skip=True)
         check_is_scaled(state.opt_state, apply_fn)
         return state.replace(step=placed(jnp.zeros([], jnp.int32), params))
 
@@ -495,7 +488,7 @@ def _check_optimizer(node: PyTree, saved: Any) -> None:
 
 
 _exchange_made_by_flax(TrainState)
-for held in (NoOpLossScale, StaticLossScale, DynamicLossScale, HysteresisLossScale, StoredArray):
+for held in (*SAVED, StoredArray):
     serialization.register_serialization_state(
         held, _to_state_dict, _from_state_dict, override=True
     )

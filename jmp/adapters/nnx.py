@@ -41,7 +41,7 @@ from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import walk
 from jmp.dtypes import is_half
-from jmp.loss_scaling import LossScale
+from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
 from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule

@@ -12,7 +12,6 @@ The programs run on the device; errors and distances are computed in float64 on 
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import described, wrong
+from jmp._messages import check_number, described, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._base import Report, asked_function, grouped, split_arguments, table
 from jmp.loss_scaling._gradients import pair_of
@@ -223,11 +222,8 @@ class Comparison(Report):
 
 def check_positive(number: float, caller: str, name: str, expected: str) -> float:
     """Returns a number; raises TypeError for anything else, ValueError if it is not above zero."""
-    if not isinstance(number, (numbers.Real, jax.Array)):
-        raise wrong(TypeError, caller, number, expected, name=name)
-    if not 0 < float(number) < math.inf:
-        raise wrong(ValueError, caller, number, expected, name=name)
-    return float(number)
+    is_right = lambda number: 0 < number < math.inf
+    return float(check_number(number, caller, expected, is_right, name=name))
 
 
 def results_and_gradients(

@@ -40,7 +40,7 @@ from jmp.diagnostics._comparison import (
     results_and_gradients,
 )
 from jmp.diagnostics._walk import path_in_rules, scopes_path
-from jmp.loss_scaling import StaticLossScale
+from jmp.loss_scaling._constant import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule

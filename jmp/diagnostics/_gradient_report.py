@@ -32,7 +32,7 @@ from jmp.diagnostics._ranges import (
 from jmp.diagnostics._rows import kind_of_row
 from jmp.diagnostics._walk import REPLAYED_INSIDE, replay, users_line
 from jmp.dtypes import is_half
-from jmp.loss_scaling import StaticLossScale
+from jmp.loss_scaling._constant import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.policy import Policy, get_policy
 from jmp.trees import as_jax_array

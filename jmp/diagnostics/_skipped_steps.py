@@ -6,8 +6,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmp import _jax_compat
-from jmp._messages import described, wrong
-from jmp.loss_scaling import StaticLossScale
+from jmp._messages import check_number, described
+from jmp.loss_scaling._constant import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling
 from jmp.trees import PyTree
@@ -83,11 +83,8 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
     >>> tx = transforms.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0))
     >>> check_skips(tx.init(jnp.ones(2)), limit=25)
     """
-    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
-        expected = "a whole number of steps, such as 25"
-        raise wrong(TypeError, "check_skips", limit, expected, name="limit")
-    if limit < 1:
-        raise wrong(ValueError, "check_skips", limit, "at least 1 step", name="limit")
+    expected = "a whole number of steps, at least 1, such as 25"
+    check_number(limit, "check_skips", expected, lambda n: n >= 1, name="limit", kind=int)
     state = _scaling(opt_state, "check_skips")
     counts = jnp.asarray(state.consecutive_skips)  # an nnx.Optimizer holds it in a Variable
     if not _jax_compat.is_concrete(counts):

@@ -5,7 +5,6 @@ micro-batch and the checks follow below.
 """
 
 import functools
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec
 
@@ -16,11 +15,16 @@ from jax.typing import DTypeLike
 
 from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
-from jmp._messages import check_function, described, did_you_mean, listed, shape_text, wrong
-from jmp.dtypes import FLOAT32, at_least_float32, can_hold, floating_dtype, is_castable
+from jmp._messages import check_function, check_number, described, listed, shape_text, wrong
+from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
-from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
-from jmp.sharding._axes import add_up_all, agreed, axis_names, made_varying
+from jmp.loss_scaling._gradients import (
+    check_loss_scale,
+    check_parameters,
+    scaled_loss,
+    scaled_value_and_grad,
+)
+from jmp.sharding._axes import agreed, axis_names, made_varying
 from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
 P = ParamSpec("P")
@@ -42,7 +46,6 @@ def accumulated_value_and_grad(
     skip: Skip = "window",
     accumulate_dtype: DTypeLike = jnp.float32,
     reduce_axes: str | Sequence[str] = (),
-    send_dtype: DTypeLike = jnp.float32,
 ) -> Callable[P, tuple[Any, Any]]:
     """Like `scaled_value_and_grad`, with a batch cut into `steps` micro-batches, one after another.
 
@@ -81,9 +84,6 @@ def accumulated_value_and_grad(
         (`jmp.gather_params`) and return `jax.lax.pmean(loss, axis)` there. A bad micro-batch of one
         device is one micro-batch. Without `reduce_axes` shard_map adds gradients up in each turn,
         as a sum and not a mean, or with `check_vma=False` not at all.
-      send_dtype: the dtype in which devices send each other float32 sums over `reduce_axes`:
-        float32 or half. Half rounds each device's sums once a window, in the range of a
-        micro-batch's gradients; devices add up in float32.
 
     Returns: a function with the signature of `fun` that returns `(value, gradients)` or `((value,
       aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
@@ -94,9 +94,9 @@ def accumulated_value_and_grad(
       gradients too.
 
     Raises:
-      TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype`, `reduce_axes`
-        or `send_dtype` is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf of
-        the batch is no array.
+      TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or `reduce_axes`
+        is of a wrong kind; when called, as `scaled_value_and_grad`, or if a leaf of the batch is no
+        array.
       ValueError: a wrong value of one of these; when called, before anything runs, if
         `batch_argnums` names no argument or one of `argnums`, if `steps` does not divide a leaf of
         the batch, if nothing maps over `reduce_axes`, or if a parameter differs along them (which
@@ -113,12 +113,16 @@ def accumulated_value_and_grad(
     if weight is not None:
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
     _check_skip(skip)
-    steps = _number_of_steps(steps)
-    dtype_of = functools.partial(_dtype_of_sum, _float_dtype(accumulate_dtype, "accumulate_dtype"))
+    expected = (
+        "an int of at least 1, such as 4, the number of micro-batches: it is the length of a loop, "
+        "and fixed when jit compiles"
+    )
+    steps = check_number(steps, CALLER, expected, lambda n: n >= 1, name="steps", kind=int)
+    dtype_of = functools.partial(_dtype_of_sum, _checked_sum_dtype(accumulate_dtype))
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
-    sent = _sent_dtype(send_dtype, axes)
     trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
+    whole_batch = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
 
     def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
         """Returns what a micro-batch adds to the gradients, and its value, count and aux.
@@ -155,32 +159,31 @@ def accumulated_value_and_grad(
         _check_mapped(axes)
         _check_same_along(axes, _leaves_of(args, trained))
         if steps == 1 and weight is None and not axes:
-            differentiate = jax.value_and_grad(scaled, trained, has_aux=True)
-            (_, (value, aux)), gradients = differentiate(*args, **kwargs)
-            aux = _stacked(aux)
+            result, gradients = whole_batch(*args, **kwargs)
+            return (result[0], _stacked(result[1])) if has_aux else result, gradients
+        # Parameters vary along the axes, or each turn would reduce gradients over them.
+        varying = functools.partial(made_varying, axes=axes)
+        parameters = [jax.tree.map(varying, args[number]) for number in trained]
+        whole = replaced(args, trained, parameters)
+        batch = [args[place] for place in places]
+
+        def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
+            gradients, terms = micro_batch(replaced(whole, places, rows), kwargs, rows)
+            return jax.tree.map(jnp.add, sums, gradients), terms
+
+        if steps == 1:
+            sums, terms = micro_batch(whole, kwargs, batch)
+            terms = _stacked(terms)
         else:
-            # Parameters vary along the axes, or each turn would reduce gradients over them.
-            varying = functools.partial(made_varying, axes=axes)
-            parameters = [jax.tree.map(varying, args[number]) for number in trained]
-            whole = replaced(args, trained, parameters)
-            batch = [args[place] for place in places]
-
-            def turn(sums: PyTree, rows: Sequence[Any]) -> tuple[PyTree, Any]:
-                gradients, terms = micro_batch(replaced(whole, places, rows), kwargs, rows)
-                return jax.tree.map(jnp.add, sums, gradients), terms
-
-            if steps == 1:
-                sums, terms = micro_batch(whole, kwargs, batch)
-                terms = _stacked(terms)
-            else:
-                arrays = jax.tree.map(jnp.asarray, tuple(parameters))
-                start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
-                sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
-            values, counts, aux = terms
-            # The count is added up over the axes too, so that it is of all devices.
-            count = jnp.float32(steps) if counts is None else counts.sum()
-            sums, value, count = _over_devices(sums, values.sum(), count, axes, sent)
-            value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
+            arrays = jax.tree.map(jnp.asarray, tuple(parameters))
+            start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
+            sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
+        values, counts, aux = terms
+        # The count is added up over the axes too, so that it is of all devices.
+        count = jnp.float32(steps) if counts is None else counts.sum()
+        totals = sums, values.sum(), count
+        sums, value, count = jax.lax.psum(totals, axes) if axes else totals
+        value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
         if isinstance(argnums, int):
             (gradients,) = gradients
         return ((value, aux), gradients) if has_aux else (value, gradients)
@@ -215,25 +218,6 @@ def _split_rows(batch: PyTree, steps: int) -> PyTree:
 def _stacked(tree: PyTree) -> PyTree:
     """Returns a tree as a loop of one turn stacks it."""
     return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), tree)
-
-
-def _over_devices(
-    sums: PyTree, value: jax.Array, count: jax.Array, axes: tuple[str, ...], sent: np.dtype
-) -> tuple[PyTree, jax.Array, jax.Array]:
-    """Adds up over devices what each of them has; float32 gradients are sent in `sent`."""
-    if not axes:
-        return sums, value, count
-    if sent == FLOAT32:
-        return jax.lax.psum((sums, value, count), axes)
-    # Sent in the range of a micro-batch's gradients, for which the loss scale was found.
-    largest = jax.lax.pmax(made_varying(count, axes), axes)
-    power = _power_of_two_up_to(largest)
-    power = jnp.where(power < largest, 2 * power, power)
-    leaves, structure = jax.tree.flatten(sums)
-    means = [leaf / power if leaf.dtype == FLOAT32 else leaf for leaf in leaves]
-    totals = add_up_all(means, axes, sent)
-    restored = [total * power if total.dtype == FLOAT32 else total for total in totals]
-    return jax.tree.unflatten(structure, restored), *jax.lax.psum((value, count), axes)
 
 
 def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -277,49 +261,22 @@ def _power_of_two_up_to(count: jax.Array) -> jax.Array:
 # Checks of the arguments, before anything runs.
 
 
-def _number_of_steps(steps: object) -> int:
-    """Returns the number of micro-batches, a Python int of at least 1."""
-    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
-        expected = (
-            "a Python int such as 4, the number of micro-batches: it is the length of a loop, and "
-            "fixed when jit compiles"
-        )
-        raise wrong(TypeError, CALLER, steps, expected, name="steps")
-    if steps < 1:
-        raise wrong(ValueError, CALLER, steps, "an int of at least 1", name="steps")
-    return int(steps)
-
-
 def _check_skip(skip: object) -> None:
     """Raises TypeError or ValueError if `skip` is not one of `SKIPS`."""
-    known = " or ".join(map(repr, SKIPS))
-    if not isinstance(skip, str):
-        raise wrong(TypeError, CALLER, skip, known, name="skip")
-    if skip not in SKIPS:
-        near = did_you_mean(skip, SKIPS)
-        raise wrong(ValueError, CALLER, skip, known, name="skip", more=near)
+    kind = ValueError if isinstance(skip, str) else TypeError
+    if kind is TypeError or skip not in SKIPS:
+        raise wrong(kind, CALLER, skip, " or ".join(map(repr, SKIPS)), name="skip")
 
 
-def _float_dtype(dtype: DTypeLike, name: str) -> np.dtype:
-    """Returns a dtype in which gradients add up or are sent: any real float of at least 16 bits."""
-    wanted = floating_dtype(dtype, name)
+def _checked_sum_dtype(dtype: DTypeLike) -> np.dtype:
+    """Returns a dtype in which gradients add up: any real float of at least 16 bits."""
+    wanted = floating_dtype(dtype, "accumulate_dtype")
     if not is_castable(wanted) or jax.dtypes.canonicalize_dtype(wanted) != wanted:
         raise ValueError(
-            f"{CALLER} got {name}={wanted}; expected float32 or another real floating "
+            f"{CALLER} got accumulate_dtype={wanted}; expected float32 or another real floating "
             "dtype of at least 16 bits (float64 needs jax_enable_x64)."
         )
     return wanted
-
-
-def _sent_dtype(dtype: DTypeLike, axes: Sequence[str]) -> np.dtype:
-    """Returns the dtype in which devices send float32 sums over `axes`."""
-    sent = _float_dtype(dtype, "send_dtype")
-    if sent != FLOAT32 and not axes:
-        expected = "reduce_axes= beside it; for gathered shards give it to jmp.gather_params"
-        raise wrong(ValueError, CALLER, str(sent), expected, name="send_dtype")
-    if not can_hold(FLOAT32, sent):
-        raise wrong(ValueError, CALLER, str(sent), "float32 or half", name="send_dtype")
-    return sent
 
 
 def _check_mapped(axes: Sequence[str]) -> None:

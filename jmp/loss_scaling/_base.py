@@ -3,8 +3,8 @@
   - the interface: `LossScale`;
   - the arithmetic of scaling a tree: `multiply_tree`;
   - scales as pytrees: `register_state`, `replace_leaves`;
-  - checks of the arguments of constructors: numbers that stay (`concrete_number`, `plain_number`,
-    `scale_bound`, `static_scale`) and leaves (`dynamic_scale`, `step_count`);
+  - checks of the arguments of constructors: `scale_bound`, and for leaves `dynamic_scale` and
+    `step_count`;
   - the check of the argument of `adjust`, and of other values that should be arrays: `finite_flag`,
     `array_if_any`.
 
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp._messages import PrecisionWarning, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, check_number, users_stacklevel, wrong
 from jmp.dtypes import at_least_float32
 from jmp.trees import as_jax_array, is_array, is_complex, is_floating, register_for_export
 
@@ -133,12 +133,17 @@ def _scaled(tree: T, factor_in: Callable[[np.dtype], jax.Array]) -> T:
 # Scales as pytrees.
 
 
+SAVED: list[type] = []  # the classes of loss scales, which Flax is taught to save
+
+
 def register_state(cls: type[T]) -> type[T]:
     """Registers a frozen dataclass whose array fields are leaves and the others static.
 
     A field is a leaf if its metadata holds `leaf=dtype`. This is `register_dataclass` but for one
     thing: unflattening does not run the constructor's checks of values (see the module's text).
+    The class can be exported and saved.
     """
+    SAVED.append(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # T stands for dataclasses
     leaves = {field.name: field.metadata["leaf"] for field in fields if "leaf" in field.metadata}
     static = [field.name for field in fields if field.name not in leaves]
@@ -167,27 +172,7 @@ def replace_leaves(node: T, **leaves: Any) -> T:
     return changed
 
 
-# Checks of the arguments of constructors: numbers that stay, part of the compiled program.
-
-
-def concrete_number(value: Any, name: str) -> float:
-    """Returns one number, of Python or in an array, as a Python float; raises TypeError else."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{name} got a traced value; it is part of the compiled program and must be a plain "
-            "number. A scale that changes from step to step is a DynamicLossScale."
-        )
-    is_number = isinstance(value, int | float) or (is_array(value) and value.ndim == 0)
-    if not is_number or isinstance(value, bool):
-        raise wrong(TypeError, name, value, "one number")
-    return float(_as_float64(value))
-
-
-def plain_number(value: Any, name: str, is_right: Callable[[float], bool], expected: str) -> float:
-    """Returns a number as a Python number of its own type, if it is right."""
-    if not is_right(concrete_number(value, name)):
-        raise wrong(ValueError, name, value, expected)
-    return value if isinstance(value, (int, float)) else value.item()
+# Checks of the arguments of constructors, beside `check_number`.
 
 
 def scale_bound(value: object, name: str) -> float:
@@ -195,66 +180,47 @@ def scale_bound(value: object, name: str) -> float:
 
     Zero is accepted for a floor and means the smallest scale there is.
     """
-    number = concrete_number(value, name)
+    number = check_number(value, name, "a number that is not negative", lambda n: n >= 0)
     _warn_if_integer(value, name)
-    if np.isnan(number) or number < 0:
-        raise wrong(ValueError, name, number, "a number that is not negative")
-    return float(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
+    return within_scales(number)
 
 
-def static_scale(value: object) -> float:
-    """Returns the constant of a static scale as a Python float; zero can be held, not used."""
-    expected = "a finite number that is not negative, such as 512"
-    number = float(plain_number(value, "StaticLossScale", lambda n: 0 <= n < math.inf, expected))
-    # Float32 is what it multiplies in.
-    clipped = np.float32(np.clip(number, SMALLEST_SCALE, LARGEST_SCALE))
-    return 0.0 if number == 0 else float(clipped)
-
-
-# Checks of the arguments of constructors: leaves, which may be traced.
+def within_scales(number: float) -> float:
+    """Returns the nearest number between the smallest and the largest scale."""
+    return float(min(max(number, SMALLEST_SCALE), LARGEST_SCALE))
 
 
 def dynamic_scale(value: Any, smallest: float, largest: float) -> jax.Array:
-    """Returns a starting scale as a float32 array within its bounds."""
-    if not _are_numbers(value):
-        raise wrong(TypeError, "loss_scale", value, "a number such as 2.0**15")
+    """Returns a starting scale, which may be traced, as a float32 array within its bounds."""
+    expected = (
+        "a positive finite number such as 2.0**15. To switch loss scaling off use NoOpLossScale()"
+    )
+    _check_leaf(value, "loss_scale", expected, lambda numbers: (numbers > 0) & (numbers < math.inf))
     _warn_if_integer(value, "loss_scale")
-    if not isinstance(value, jax.core.Tracer):
-        numbers = _as_float64(value)
-        if not np.all(np.isfinite(numbers) & (numbers > 0)):
-            expected = (
-                "a positive finite number such as 2.0**15. To switch loss scaling off use "
-                "NoOpLossScale()"
-            )
-            raise wrong(ValueError, "loss_scale", value, expected)
-        value = np.clip(numbers, smallest, largest)  # before float32 makes an infinity of it
+    if not isinstance(value, jax.core.Tracer):  # before float32 makes an infinity of it
+        value = np.clip(np.asarray(value, np.float64), smallest, largest)
     return jnp.clip(jnp.asarray(value, jnp.float32), smallest, largest)
 
 
 def step_count(value: Any, name: str) -> jax.Array:
-    """Returns a counter as an int32 array."""
+    """Returns a counter, which may be traced, as an int32 array."""
     expected = "a count from 0 to 2**31 - 1"
-    if not _are_numbers(value):
-        raise wrong(TypeError, name, value, expected)
-    if not isinstance(value, jax.core.Tracer):
-        numbers = _as_float64(value)
-        if not np.all((numbers >= 0) & (numbers < 2**31)):
-            raise wrong(ValueError, name, value, expected)
+    _check_leaf(value, name, expected, lambda numbers: (numbers >= 0) & (numbers < 2**31))
     count = int(value) if isinstance(value, float) else value  # 1e9 + 1 is no float32
     return jnp.asarray(count).astype(jnp.int32)
 
 
-def _are_numbers(value: Any) -> bool:
-    if is_array(value):
-        return jnp.issubdtype(value.dtype, np.number)
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _as_float64(value: Any) -> np.ndarray:
-    try:
-        return np.asarray(value, np.float64)
-    except OverflowError:  # a Python integer beyond float64
-        return np.asarray(math.inf if value > 0 else -math.inf)
+def _check_leaf(
+    value: Any, name: str, expected: str, are_right: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    """Raises TypeError for what is no number, or one for each member; ValueError for wrong ones."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and not (is_array(value) and jnp.issubdtype(value.dtype, np.number)):
+        raise wrong(TypeError, name, value, expected)
+    if isinstance(value, jax.core.Tracer):
+        return
+    if not np.all(are_right(np.asarray(value, np.float64))):
+        raise wrong(ValueError, name, value, expected)
 
 
 def _warn_if_integer(value: object, name: str) -> None:

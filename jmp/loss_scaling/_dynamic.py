@@ -1,4 +1,8 @@
-"""The dynamic loss scale: back off on overflow, grow after a period of finite steps."""
+"""Dynamic loss scales: back off on overflow, grow after a period of finite steps.
+
+Then those with the defaults of other libraries. Each of these functions takes `enabled`: False
+gives a `NoOpLossScale`, so that one switch turns scaling off and the rest of the script stays.
+"""
 
 import dataclasses
 import math
@@ -8,18 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jmp._messages import check_number, wrong
 from jmp.loss_scaling import _base
 from jmp.loss_scaling._base import LARGEST_SCALE, LossScale
+from jmp.loss_scaling._constant import NoOpLossScale
 
 _LARGEST_FACTOR = 2.0**127  # the largest power of two that float32 has
 _LARGEST_COUNT = 2**31 - 1  # of int32
 # A scale that a checkpoint brought as NaN, zero or the like goes on from here: if it is too large,
 # a few steps are skipped; if it is too small, gradients underflow for thousands of steps.
 _RESTART = 2.0**15
-_GROWTH = (
-    "a finite number above 1, such as 2: the scale is multiplied by it after enough finite steps"
-)
-_BACKOFF = "a number between 0 and 1, such as 0.5: the scale is multiplied by it after an overflow"
 
 
 @_base.register_state
@@ -75,8 +77,8 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         own = vars(self)  # the fields of a frozen class
-        own["period"] = _base.plain_number(
-            self.period, "period", lambda n: n >= 1, "a number of steps of at least 1"
+        own["period"] = check_number(
+            self.period, "period", "a number of steps of at least 1", lambda n: n >= 1
         )
         own["factor"] = _growth(self.factor, "factor")
         floor = own["min_loss_scale"] = _base.scale_bound(self.min_loss_scale, "min_loss_scale")
@@ -92,8 +94,12 @@ class DynamicLossScale(LossScale):
         if self.growth_factor is not None:
             own["growth_factor"] = _growth(self.growth_factor, "growth_factor")
         if self.backoff_factor is not None:
-            own["backoff_factor"] = _base.plain_number(
-                self.backoff_factor, "backoff_factor", lambda n: 0 < n < 1, _BACKOFF
+            expected = (
+                "a number between 0 and 1, such as 0.5: the scale is multiplied by it after an "
+                "overflow"
+            )
+            own["backoff_factor"] = check_number(
+                self.backoff_factor, "backoff_factor", expected, lambda n: 0 < n < 1
             )
         own["loss_scale"] = _base.dynamic_scale(self.loss_scale, floor, ceiling)
         own["counter"] = _base.step_count(self.counter, "counter")
@@ -107,40 +113,180 @@ class DynamicLossScale(LossScale):
         Raises: TypeError for a flag that is not boolean, ValueError for one of another shape.
         """
         finite = _base.finite_flag(grads_finite, self.loss_scale)
+        scale, counter = self._next(finite, ~finite)
+        return _base.replace_leaves(self, loss_scale=scale, counter=counter)
+
+    def _next(self, finite: jax.Array, backs_off: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the next scale and count."""
         counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
         whole_period = math.ceil(min(self.period, _LARGEST_COUNT))
-        grow = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
-        after_finite = jnp.where(grow, self._grown(), self.unchanged)
-        return _base.replace_leaves(
-            self,
-            loss_scale=jnp.where(finite, after_finite, self._backed_off()),
-            counter=jnp.where(finite & ~grow, counted, 0),
-        )
+        grows = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
 
-    @property
-    def unchanged(self) -> jax.Array:
-        """The scale as the next step uses it, if this one changes nothing."""
-        return self._clipped(self._sane)
-
-    @property
-    def _sane(self) -> ArrayLike:
-        """The scale, or that of a new one if a checkpoint brought no valid scale."""
-        is_sane = jnp.isfinite(self.loss_scale) & (self.loss_scale > 0)
-        return jnp.where(is_sane, self.loss_scale, _RESTART)
-
-    def _grown(self) -> jax.Array:
-        factor = self.factor if self.growth_factor is None else self.growth_factor
-        return self._clipped(self._sane * min(factor, _LARGEST_FACTOR))
-
-    def _backed_off(self) -> jax.Array:
+        is_valid = jnp.isfinite(self.loss_scale) & (self.loss_scale > 0)
+        scale = jnp.where(is_valid, self.loss_scale, _RESTART)
+        growth = self.factor if self.growth_factor is None else self.growth_factor
+        grown = scale * min(growth, _LARGEST_FACTOR)
         if self.backoff_factor is None:
-            return self._clipped(self._sane / min(self.factor, _LARGEST_FACTOR))
-        return self._clipped(self._sane * self.backoff_factor)
-
-    def _clipped(self, scale: ArrayLike) -> jax.Array:
+            backed_off = scale / min(self.factor, _LARGEST_FACTOR)
+        else:
+            backed_off = scale * self.backoff_factor
+        changed = jnp.where(grows, grown, jnp.where(backs_off, backed_off, scale))
         # Infinity, from growing near float32's maximum, comes back to the ceiling.
-        return jnp.clip(scale, self.min_loss_scale, self.max_loss_scale)
+        within_bounds = jnp.clip(changed, self.min_loss_scale, self.max_loss_scale)
+        return within_bounds, jnp.where(finite & ~grows, counted, 0)
 
 
 def _growth(value: Any, name: str) -> float:
-    return _base.plain_number(value, name, lambda n: 1 < n < math.inf, _GROWTH)
+    expected = (
+        "a finite number above 1, such as 2: the scale is multiplied by it after enough finite "
+        "steps"
+    )
+    return check_number(value, name, expected, lambda n: 1 < n < math.inf)
+
+
+@_base.register_state
+@dataclasses.dataclass(frozen=True)
+class HysteresisLossScale(DynamicLossScale):
+    """A dynamic loss scale that backs off only after `hysteresis` overflows since it last grew.
+
+    Follows Megatron-LM's `DynamicGradScaler`: each overflow lowers `tolerance` by one and restarts
+    the count of finite steps; at zero, each further overflow backs off; growth after `period`
+    finite steps restores it. DeepSpeed's `DynamicLossScaler` does so by default, and grows one step
+    later; with `consecutive_hysteresis` it restores the tolerance after every finite step, which
+    this class does not.
+    The step itself is skipped on every overflow.
+
+    Attributes, in addition to `DynamicLossScale`'s:
+      hysteresis: overflows until the scale backs off, at least 1; with 1 this is
+        `DynamicLossScale`.
+      tolerance: int32 scalar, a leaf: how many of them are left. A value from a checkpoint that
+        is not between 0 and `hysteresis` counts as the nearer of the two.
+
+    Raises: as `DynamicLossScale`; ValueError for a hysteresis below 1.
+
+    >>> scale = HysteresisLossScale(1024.0, hysteresis=2)
+    >>> once = scale.adjust(False)
+    >>> float(once.loss_scale), float(once.adjust(False).loss_scale)
+    (1024.0, 512.0)
+    """
+
+    hysteresis: int = dataclasses.field(default=2, kw_only=True)
+    tolerance: Any = dataclasses.field(
+        default=None, kw_only=True, metadata={"leaf": jnp.dtype("int32")}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = "a whole number of overflows, at least 1 and fewer than 2**31"
+        is_right = lambda n: 1 <= n < 2**31 and n % 1 == 0
+        hysteresis = check_number(self.hysteresis, "hysteresis", expected, is_right)
+        left = hysteresis if self.tolerance is None else self.tolerance
+        vars(self).update(hysteresis=int(hysteresis), tolerance=_base.step_count(left, "tolerance"))
+
+    def adjust(self, grads_finite: ArrayLike) -> "HysteresisLossScale":
+        """Returns the scale for the next step; an overflow may leave it unchanged.
+
+        Raises: as `DynamicLossScale.adjust`.
+        """
+        finite = _base.finite_flag(grads_finite, self.loss_scale)
+        tolerance = jnp.clip(self.tolerance, 0, self.hysteresis)
+        left = jnp.where(finite, tolerance, jnp.maximum(tolerance - 1, 0))
+        scale, counter = self._next(finite, ~finite & (left == 0))
+        grew = finite & (counter == 0)  # after a finite step the count is at least one
+        tolerance = jnp.where(grew, self.hysteresis, left)
+        return _base.replace_leaves(self, loss_scale=scale, counter=counter, tolerance=tolerance)
+
+
+# The defaults of other libraries.
+
+
+def deepmind_loss_scale(enabled: bool = True) -> LossScale:
+    """DeepMind jmp's defaults: start at 2**15, factor 2, period 2000, floor 1.
+
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
+    Raises: TypeError if `enabled` is no bool.
+
+    >>> deepmind_loss_scale().period
+    2000
+    """
+    return _if_enabled(DynamicLossScale(2.0**15), enabled, "deepmind_loss_scale")
+
+
+def torch_loss_scale(
+    enabled: bool = True,
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> LossScale:
+    """`torch.amp.GradScaler`'s defaults: start at 2**16, growth 2, backoff 0.5, interval 2000.
+
+    torch has no floor; here it is 2**-126, the smallest scale with a float32 reciprocal.
+
+    Args:
+      enabled: whether to scale at all; the others are checked with False too.
+      init_scale: the first scale.
+      growth_factor: the factor of the scale after `growth_interval` finite steps.
+      backoff_factor: the factor of the scale after an overflow.
+      growth_interval: a number of finite steps in a row.
+
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
+    Raises: TypeError if `enabled` is no bool; otherwise as `DynamicLossScale`.
+
+    >>> float(torch_loss_scale().loss_scale)
+    65536.0
+    >>> torch_loss_scale(init_scale=2.0**10, growth_interval=100).period
+    100
+    """
+    scale = DynamicLossScale(
+        init_scale,
+        period=growth_interval,
+        min_loss_scale=0.0,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+    )
+    return _if_enabled(scale, enabled, "torch_loss_scale", "init_scale=2.0**16")
+
+
+def apex_loss_scale(enabled: bool = True) -> LossScale:
+    """Apex amp's defaults: as torch's, with a ceiling of 2**24.
+
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
+    Raises: TypeError if `enabled` is no bool.
+
+    >>> apex_loss_scale().max_loss_scale == 2.0**24
+    True
+    """
+    scale = DynamicLossScale(2.0**16, min_loss_scale=0.0, max_loss_scale=2.0**24)
+    return _if_enabled(scale, enabled, "apex_loss_scale")
+
+
+def fastai_loss_scale(enabled: bool = True) -> LossScale:
+    """The defaults of fastai's `NonNativeMixedPrecision`: start at 2**24, factor 2, period 500.
+
+    Its parameter is called `max_loss_scale`, yet it *starts* at 2**24: the first steps are expected
+    to overflow until the scale has come down, and nothing stops it from growing past that start
+    later. Here an overflow resets the count of finite steps, so that growth needs 500 finite steps
+    in a row; fastai's count is not reset by a skipped step.
+
+    Returns: a `DynamicLossScale`, or a `NoOpLossScale` if it is not enabled.
+    Raises: TypeError if `enabled` is no bool.
+
+    >>> float(fastai_loss_scale().loss_scale) == 2.0**24, fastai_loss_scale().period
+    (True, 500)
+    """
+    scale = DynamicLossScale(2.0**24, period=500, min_loss_scale=0.0)
+    return _if_enabled(scale, enabled, "fastai_loss_scale")
+
+
+def _if_enabled(scale: LossScale, enabled: object, caller: str, keywords: str = "") -> LossScale:
+    """Returns the scale, or one that does nothing if it is not enabled.
+
+    Refuses what torch's GradScaler takes first: a device, or a scale.
+    """
+    if not isinstance(enabled, bool):
+        way_out = f"{caller}({keywords})" if keywords else "jmp.DynamicLossScale(2.0**16)"
+        expected = f"True or False. For a scale that starts elsewhere write {way_out}"
+        raise wrong(TypeError, caller, enabled, expected, name="enabled")
+    return scale if enabled else NoOpLossScale()

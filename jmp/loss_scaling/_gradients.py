@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jmp._messages import PrecisionWarning, check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any
-from jmp.loss_scaling._static import StaticLossScale
+from jmp.loss_scaling._constant import StaticLossScale
 from jmp.trees import is_inexact_array
 
 P = ParamSpec("P")
@@ -58,8 +58,6 @@ def scaled_value_and_grad(
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    *,
-    allow_int: bool = False,
 ) -> Callable[P, tuple[Any, Any]]:
     """Like `jax.value_and_grad`, for a loss that is multiplied by a loss scale.
 
@@ -68,8 +66,7 @@ def scaled_value_and_grad(
     Args:
       fun: returns a real floating scalar, or `(scalar, aux)` with `has_aux`.
       loss_scale: the scale in force.
-      argnums, has_aux, allow_int: as in `jax.value_and_grad`. With `allow_int` integers may stand
-        among what is differentiated; their gradients are of dtype float0.
+      argnums, has_aux: as in `jax.value_and_grad`.
 
     Returns: a function that returns `(value, gradients)` or `((value, aux), gradients)`. The value
       is unscaled and at least float32. The gradients are *still scaled*: hand them to
@@ -91,7 +88,7 @@ def scaled_value_and_grad(
     )
     check_loss_scale(loss_scale, "scaled_value_and_grad")
     value_and_grad = jax.value_and_grad(
-        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True, allow_int=allow_int
+        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
     )
 
     @functools.wraps(fun)

@@ -5,12 +5,11 @@ do not, devices that share a scale and parameters would differ without an error:
 the rest step. So they agree on one flag (`agreed`). Under jit with sharded arrays there is one
 program and one flag, and nothing to agree on.
 
-`add_up` adds up gradients; in which dtypes is decided by the callers, who pass a `Wire`:
-`_gather.py` for parameters, `loss_scaling/_accumulating.py` for windows of gradients. A collective
-adds up in the dtype that it sends: in half it rounds at each of the n devices of a ring, and in
-float32 it sends twice the bytes. An *exchange* has both: each device sends the others their parts
-in half, all to all, and adds up the n parts of its own shard in float32. The sum is the float32 sum
-of the devices' half gradients.
+`add_up` adds up gradients; in which dtypes is decided by the caller, `_gather.py`, which passes a
+`Wire`. A collective adds up in the dtype that it sends: in half it rounds at each of the n devices
+of a ring, and in float32 it sends twice the bytes. An *exchange* has both: each device sends the
+others their parts in half, all to all, and adds up the n parts of its own shard in float32. The sum
+is the float32 sum of the devices' half gradients.
 """
 
 import itertools
@@ -26,7 +25,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp._jax_compat import varying_axes
 from jmp._messages import wrong
-from jmp.dtypes import FLOAT32
 from jmp.trees import PyTree
 
 AxisName = str | Sequence[str]
@@ -228,16 +226,6 @@ def add_up(parts: Sequence[jax.Array], routes: Sequence[Route]) -> Sequence[jax.
     if wire.exchanges and is_sent and parts[0].size:
         return _exchange_parts(parts, routes)
     return [_reduced(part, route) for part, route in zip(parts, routes, strict=True)]
-
-
-def add_up_all(arrays: Sequence[jax.Array], axes: Names, sent: np.dtype) -> list[jax.Array]:
-    """Adds up arrays over `axes`; each device has its own parts, and all get the sums.
-
-    Args:
-      sent: the dtype in which float32 arrays are sent; others are sent in their own.
-    """
-    wires = [Wire(sent if a.dtype == FLOAT32 else a.dtype, a.dtype, a.dtype) for a in arrays]
-    return in_groups(add_up, arrays, [Route((), axes, wire) for wire in wires])
 
 
 def _reduced(part: jax.Array, route: Route) -> jax.Array:

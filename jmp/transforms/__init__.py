@@ -12,12 +12,13 @@ masters from parameters that were loaded. `state_shardings` says on which device
 The files, in an order in which to read them:
 
 1. `_loss_scaling`: `with_loss_scale`, a step from its scaled gradients to the next scale; how to
-   read and replace that scale in an optimizer's state; the orders of transformations that fail.
-   `_mixed_precision` chooses what a policy needs.
-2. `_wrapping`: what each transformation here does with the optimizer inside it. `_states` finds our
-   states inside an optimizer's, `_placement` puts a new state on the devices of the parameters.
-3. `_storing`: how half parameters are stored, the interface, the step, and how masters are read and
-   set. `_half_parameters` has the four ways.
+   read and replace that scale in an optimizer's state. `_mixed_precision` chooses what a policy
+   needs.
+2. `_wrapping`: what each transformation here does with the optimizer inside it, how our states are
+   found inside of others, and the orders of transformations that fail. `_placement` puts a new
+   state on the devices of the parameters.
+3. `_half_parameters`: how half parameters are stored, the interface, the step, and the four ways.
+   `_masters`: how the float32 values are read and set.
 4. `_stored_state`: moments in one or two bytes a number; `_encodings` has the arithmetic.
 5. `_rounding`: rounding to fewer bits, and random bits. `_few_kernels`: the forms of a step that
    compile to few kernels. `_clipping` stands by itself.
@@ -42,6 +43,7 @@ from jmp.transforms._loss_scaling import (
     set_loss_scale,
     with_loss_scale,
 )
+from jmp.transforms._masters import masters, reset_masters, set_masters
 from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
 from jmp.transforms._stored_state import (
@@ -50,7 +52,6 @@ from jmp.transforms._stored_state import (
     encode_state,
     with_stored_state,
 )
-from jmp.transforms._storing import masters, reset_masters, set_masters
 
 __all__ = [
     "StoredArray",

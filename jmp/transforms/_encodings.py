@@ -90,7 +90,7 @@ def encoded(
     Args:
       value: float32 of at least one axis.
       kind: one of `KINDS`.
-      bits: uint32 of its shape that decide the rounding, see `rounded_to`; None for the nearest.
+      bits: uint32 of its shape that decide the rounding, see `code_of`; None for the nearest.
       peaks: of `value`, from `peaks_of`; None to find them.
       least: `LEAST_SCALE`, or an array of it that arrays of this shape share, see `least_scales`.
     """

@@ -1,4 +1,4 @@
-"""Four ways to store half parameters, each around any optimizer.
+"""How half parameters store the float32 values that an optimizer trains: four ways.
 
 | transformation | beside a parameter | bytes |
 |---|---|---|
@@ -7,25 +7,220 @@
 | `with_kahan_summation` | what rounding took from it, in its own dtype | 2 |
 | `with_stochastic_rounding` | nothing: it is rounded up or down by chance | 0 |
 
-Each is the class of its state, the function, and the `ParameterStorage` that `stored_by` runs.
+Each is the class of its state, the function, and a `ParameterStorage`: three functions of arrays
+say what a parameter becomes, what is kept beside it, and which value the two stand for. Everything
+else is made of these three: `stored_by`, the transformation that runs an optimizer on the values,
+and in `_masters` the functions that read and set the values inside of an optimizer's state. The
+class of a state says which storage it belongs to.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype
-from jmp.transforms._rounding import RandomBits, rounded, rounded_by, widened
-from jmp.transforms._storing import ParameterStorage, stored_by
-from jmp.transforms._wrapping import Transformation
-from jmp.trees import PyTree, register_for_export
+from jmp.transforms._few_kernels import count_by_size, in_kernels_of_parameters, in_order_of_axes
+from jmp.transforms._rounding import (
+    RandomBits,
+    difference_to,
+    needs_master,
+    rounded,
+    rounded_by,
+    widened,
+)
+from jmp.transforms._wrapping import (
+    STORES_PARAMETERS,
+    Transformation,
+    caller_of,
+    checked_inner,
+    register_wrapper,
+    states_at,
+    transformation,
+    with_gradients,
+)
+from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path
+
+# A function of a storage as one program. `init` and `masters` are usually called outside of jit,
+# where JAX would compile each operation for each shape.
+compiled = functools.cache(jax.jit)
 
 
-@register_for_export
+class ParameterStorage:
+    """One way to store a float32 array in a half parameter and what is kept beside it.
+
+    After a step `shown` is `visible(new, param, bits)`, the parameter becomes `shown` in its own
+    dtype, and `beside(new, shown, param)` is kept in the state. Of these two `value` gives `new`
+    again, as exactly as the storage can.
+
+    Each class is made once, without arguments. Options of a transformation belong to `stored_by`.
+
+    Attributes:
+      keeps_values: whether what is kept is the value itself, and no part of it in the parameter.
+    """
+
+    keeps_values: ClassVar[bool] = False
+
+    def check(self, param: jax.Array, path: str) -> None:
+        """Raises ValueError for a half parameter that it cannot store."""
+
+    def visible(self, new: jax.Array, param: jax.Array, bits: jax.Array | None) -> jax.Array:
+        """Returns what the parameter becomes: float32 numbers that its dtype holds, all finite but
+        NaN.
+
+        Args:
+          new: the value, float32.
+          param: the parameter as it is.
+          bits: random, for a storage that asks for them; None rounds to the nearest.
+        """
+        return rounded(new, param.dtype)
+
+    def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> Any:
+        """Returns what is kept beside a parameter.
+
+        Args:
+          new: the value, float32.
+          shown: what the parameter shows, as float32; hardly ever other than `visible`, see
+            `shown_after`.
+          param: the parameter, for its dtype.
+        """
+        raise NotImplementedError
+
+    def value(self, param: jax.Array, beside: Any) -> jax.Array:
+        """Returns the float32 value that a parameter and what is kept beside it stand for."""
+        raise NotImplementedError
+
+
+def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns what `optax.apply_updates` makes of a parameter, as float32.
+
+    That is what was asked for, unless one step shrinks a number of bfloat16 more than 65536-fold,
+    one of float16 4096-fold, or to a negative zero: no float32 difference says exactly that.
+    """
+    sum_ = param.astype(jnp.float32) + change
+    if param.dtype == jnp.bfloat16:
+        # From the new parameter itself: what is kept beside it then comes out of the same kernel on
+        # a TPU. Else XLA would read everything once more, only for the parameter.
+        return widened(sum_.astype(param.dtype))
+    return rounded(sum_, param.dtype)
+
+
+def stored_by(
+    state_type: type,
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    dtype: DTypeLike = jnp.float32,
+    bits: RandomBits | None = None,
+) -> Transformation[Any]:
+    """Returns the transformation that runs `inner` in float32 and stores what comes out.
+
+    The arrays that are kept beside the parameters form a tree like theirs.
+
+    Args:
+      state_type: the NamedTuple of its state, with a storage in `STORAGES`: first the tree of what
+        is kept beside the parameters, with `optax.MaskedNode` for those that need nothing; then
+        `count`, if there are random bits; last `inner_state`.
+      dtype: of the values that `inner` sees.
+      bits: where the storage's random bits come from; None for one that rounds to the nearest.
+    """
+    storage, caller = STORAGES[state_type], caller_of(state_type)
+    optimizer = checked_inner(inner, state_type)
+
+    def first_beside(path: tuple[Any, ...], param: Any) -> Any:
+        if not needs_master(param):
+            return optax.MaskedNode()
+        storage.check(param, keystr(path))
+        wide = jnp.array(param, dtype)
+        return compiled(storage.beside)(wide, wide, param)
+
+    def value_of(param: Any, beside: Any) -> Any:  # beside float32 there is an empty tree
+        return compiled(storage.value)(param, beside) if needs_master(param) else param
+
+    def init(params: optax.Params) -> Any:
+        kept = tree_map_with_path(first_beside, params)
+        inner_state = optimizer.init(jax.tree.map(value_of, params, kept))
+        count = [jnp.zeros([], jnp.int32)] if bits else []
+        return state_type(kept, *count, inner_state)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        if params is None:
+            raise ValueError(
+                f"{caller} got no params; call update(gradients, state, params): the "
+                "update is the difference between the new masters and the parameters."
+            )
+        _check_stored_as_in_init(params, state[0], caller)
+
+        # Run the optimizer on the values.
+        old = jax.tree.map(value_of, params, state[0])
+        gradients = cast_to_at_least_float32(in_order_of_axes(updates))
+        extra_args = with_gradients(extra_args, updates, gradients)
+        full_updates, inner_state = optimizer.update(
+            gradients, state.inner_state, old, **extra_args
+        )
+        new = optax.apply_updates(old, full_updates)
+
+        # Store the new values: parameters follow by `half_updates`.
+        count_of = count_by_size(state.count) if bits else None
+
+        def follow(path: tuple[Any, ...], param: Any, value: Any, update: Any) -> Any:
+            if not needs_master(param):
+                return optax.MaskedNode(), update
+            drawn = bits.at(keystr(path), param, count_of(param)) if bits and count_of else None
+            change = difference_to(storage.visible(value, param, drawn), param)
+            return storage.beside(value, shown_after(change, param), param), change
+
+        pairs = tree_map_with_path(follow, params, new, full_updates)
+        kept = jax.tree.map(lambda _, pair: pair[0], params, pairs)
+        half_updates = jax.tree.map(lambda _, pair: pair[1], params, pairs)
+        count = [optax.safe_increment(state.count)] if bits else []
+        new_state = state_type(kept, *count, inner_state)
+        return half_updates, in_kernels_of_parameters(new_state, params, half_updates)
+
+    return transformation(init, update, state_type)
+
+
+def _check_stored_as_in_init(params: optax.Params, kept: PyTree, caller: str) -> None:
+    """Raises ValueError if parameters have changed between half and another dtype."""
+    with_master = {keystr(p) for p, _ in tree_leaves_with_path(kept, is_leaf=is_kept)}
+    for path, leaf in leaves_by_path(params).items():
+        if needs_master(leaf) != (path in with_master):
+            had = "a half" if path in with_master else "no half"
+            raise ValueError(
+                f"{caller} got params{path} of dtype {leaf.dtype}; when `init` was called it had "
+                f"{had} dtype. Keep the dtype in updates (optax.apply_updates does, "
+                "eqx.apply_updates does not), cast the parameters as they were stored then "
+                "(cast_params of the adapters), or call init again."
+            )
+
+
+def kept_by_path(opt_state: optax.OptState) -> dict[str, tuple[Any, ParameterStorage]]:
+    """Returns what is kept beside each half parameter, and by which storage.
+
+    The keys are the paths (`keystr`) of the parameters of all groups. Beside a parameter there is
+    an array, or an `EmptyState` if its storage keeps nothing.
+    """
+    return {
+        keystr(path): (beside, STORAGES[type(state)])
+        for state, _ in states_at(opt_state, STORES_PARAMETERS)
+        for path, beside in tree_leaves_with_path(state[0], is_leaf=is_kept)
+    }
+
+
+def is_kept(node: object) -> bool:
+    """Returns whether a node says that a parameter is stored, and that nothing is kept beside."""
+    return isinstance(node, optax.EmptyState)
+
+
+# The four ways.
+
+
+@register_wrapper("with_master_params", STORES_PARAMETERS)
 class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
@@ -103,14 +298,12 @@ def with_master_params(
             f"with_master_params got master_dtype={master_dtype}; expected float32 or float64: "
             "masters hold updates that are too small for half precision."
         )
-    return stored_by(Masters(), inner, master_dtype)
+    return stored_by(WithMasterParamsState, inner, master_dtype)
 
 
 class Masters(ParameterStorage):
     """Beside each half parameter its float32 or float64 value, whole."""
 
-    caller = "with_master_params"
-    state_type = WithMasterParamsState
     keeps_values = True
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
@@ -120,7 +313,7 @@ class Masters(ParameterStorage):
         return beside
 
 
-@register_for_export
+@register_wrapper("with_split_masters", STORES_PARAMETERS)
 class WithSplitMastersState(NamedTuple):
     """State of `with_split_masters`.
 
@@ -177,7 +370,7 @@ def with_split_masters(
     >>> params[0], transforms.masters(state, params)[0]
     (Array(1, dtype=bfloat16), Array(0.99899983, dtype=float32))
     """
-    return stored_by(SplitMasters(), inner)
+    return stored_by(WithSplitMastersState, inner)
 
 
 class SplitMasters(ParameterStorage):
@@ -189,9 +382,6 @@ class SplitMasters(ParameterStorage):
     for at most 2**16 consecutive float32 numbers. (Rounded half to even, as casts do, it stands for
     2**16 + 1 if its last bit is 0: remainders of 16 bits then lose one bit of some masters.)
     """
-
-    caller = "with_split_masters"
-    state_type = WithSplitMastersState
 
     def check(self, param: jax.Array, path: str) -> None:
         if param.dtype != jnp.bfloat16:
@@ -252,7 +442,7 @@ def _signed_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-@register_for_export
+@register_wrapper("with_kahan_summation", STORES_PARAMETERS)
 class WithKahanSummationState(NamedTuple):
     """State of `with_kahan_summation`.
 
@@ -300,14 +490,11 @@ def with_kahan_summation(
     >>> params[0], transforms.masters(state, params)[0]
     (Array(0.999, dtype=float16), Array(0.99899983, dtype=float32))
     """
-    return stored_by(KahanSummation(), inner)
+    return stored_by(WithKahanSummationState, inner)
 
 
 class KahanSummation(ParameterStorage):
     """Beside the parameter, in its dtype, the value less what the parameter shows."""
-
-    caller = "with_kahan_summation"
-    state_type = WithKahanSummationState
 
     def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> jax.Array:
         # XLA may cancel a difference of casts, which it computes with more digits than they have.
@@ -319,7 +506,7 @@ class KahanSummation(ParameterStorage):
         return param.astype(jnp.float32) + beside.astype(jnp.float32)
 
 
-@register_for_export
+@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS)
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
@@ -384,15 +571,12 @@ def with_stochastic_rounding(
     >>> bool(abs(params.astype("float32").mean() - 0.9999) < 3e-5)
     True
     """
-    storage = StochasticRounding()
-    return stored_by(storage, inner, bits=RandomBits.of(storage.caller, seed, specs))
+    bits = RandomBits.of("with_stochastic_rounding", seed, specs)
+    return stored_by(WithStochasticRoundingState, inner, bits=bits)
 
 
 class StochasticRounding(ParameterStorage):
     """Nothing is kept beside the parameter, which is the value."""
-
-    caller = "with_stochastic_rounding"
-    state_type = WithStochasticRoundingState
 
     def visible(self, new: jax.Array, param: jax.Array, bits: jax.Array | None) -> jax.Array:
         if bits is None:
@@ -404,3 +588,11 @@ class StochasticRounding(ParameterStorage):
 
     def value(self, param: jax.Array, beside: Any) -> jax.Array:
         return param.astype(jnp.float32)
+
+
+STORAGES: dict[type, ParameterStorage] = {  # by the type of the state
+    WithMasterParamsState: Masters(),
+    WithSplitMastersState: SplitMasters(),
+    WithKahanSummationState: KahanSummation(),
+    WithStochasticRoundingState: StochasticRounding(),
+}

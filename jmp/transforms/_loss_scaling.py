@@ -1,11 +1,11 @@
 """`with_loss_scale`: unscale, run the optimizer, check, step or skip, adjust the scale.
 
-`_wrapping` calls the optimizer inside. `_few_kernels` has the forms of the check and of the select
-that compile to few kernels; in plain JAX they are `all_finite` and `jnp.where`.
+`_wrapping` calls the optimizer inside, and has the checks of orders. `_few_kernels` has forms of
+the check of gradients and of the select that compile to few kernels; in plain JAX they are
+`all_finite` and `jnp.where`.
 
 Then, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_scale` read and
-replace it; `check_optimizer_state` refuses orders of transformations that fail, and
-`find_loss_scaling` is for steps that undo what a chain has after loss scaling.
+replace it, and `check_optimizer_state` refuses orders of transformations that fail.
 """
 
 import operator
@@ -18,23 +18,29 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from jmp._jax_compat import is_concrete
 from jmp._messages import described
-from jmp.loss_scaling import LossScale, NoOpLossScale
+from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.sharding._axes import AxisName, agreed, axis_names
-from jmp.transforms import _few_kernels, _states
-from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
-from jmp.trees import (
-    PyTree,
-    cast_to_at_least_float32,
-    leaves_by_path,
-    register_for_export,
-    select_leaves,
+from jmp.transforms import _few_kernels
+from jmp.transforms._half_parameters import kept_by_path
+from jmp.transforms._wrapping import (
+    SCALES,
+    Transformation,
+    check_order,
+    checked_inner,
+    map_states,
+    register_wrapper,
+    states_at,
+    transformation,
+    with_gradients,
 )
+from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 S = TypeVar("S")
 
 
-@register_for_export
+@register_wrapper("with_loss_scale", SCALES)
 class WithLossScaleState(NamedTuple):
     """State of `with_loss_scale`.
 
@@ -119,7 +125,7 @@ def with_loss_scale(
     >>> float(updates), bool(state.grads_finite)
     (-0.5, True)
     """
-    optimizer = checked_inner(inner, "with_loss_scale", WithLossScaleState)
+    optimizer = checked_inner(inner, WithLossScaleState)
     check_loss_scale(loss_scale, "with_loss_scale")
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
@@ -129,8 +135,7 @@ def with_loss_scale(
         seen = _seen_by_inner(params, inner_state)
         if any(map(operator.is_not, jax.tree.leaves(seen), jax.tree.leaves(params))):
             inner_state = optimizer.init(seen)
-        _states.check_nothing_changes_masters(inner_state)
-        _states.check_half_ones_are_seen(inner_state, params)
+        check_order(inner_state, params)
         return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
@@ -180,7 +185,7 @@ def with_loss_scale(
         # After the selects: they return other arrays than those that parameters are computed from.
         return new_updates, _few_kernels.in_kernels_of_parameters(new_state, params, new_updates)
 
-    return transformation(init, update, "with_loss_scale", WithLossScaleState)
+    return transformation(init, update, WithLossScaleState)
 
 
 def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
@@ -189,7 +194,7 @@ def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.P
     Moments made from half parameters would be half: Adam's eps of 1e-8 is zero in float16, and its
     second moment stalls in bfloat16.
     """
-    masters = _states.kept_by_path(inner_state)
+    masters = kept_by_path(inner_state)
     if not masters.keys() <= leaves_by_path(params).keys():
         return params  # something inside rearranges the leaves, and gives them other names
     return tree_map_with_path(
@@ -265,7 +270,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
             "tx = with_loss_scale(inner, new), and put the old state into a fresh one: "
             "tx.init(params)._replace(inner_state=opt_state)."
         )
-    return _states.map_states(lambda state: _with_scale(state, new), opt_state, WithLossScaleState)
+    return map_states(lambda state: _with_scale(state, new), opt_state, SCALES)
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
@@ -323,52 +328,4 @@ def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
     For steps that undo, on a skip, what came after; see `transforms.check_optimizer_state`.
     """
     check_order(opt_state, undone_on_a_skip=True)
-    return next(iter(_states.find_states(opt_state, WithLossScaleState)), None)
-
-
-def check_order(opt_state: optax.OptState, *, undone_on_a_skip: bool = False) -> None:
-    """Raises ValueError for orders that fail; see `transforms.check_optimizer_state`.
-
-    Around loss scaling fails all but the earlier part of a chain. In a chain a later part fails if
-    it has a state of its own: a skip does not reach it, and its moments and counts move, and with
-    them the parameters.
-
-    Args:
-      undone_on_a_skip: whether the step undoes, on a skip, what a chain's later part did.
-    """
-    _states.check_nothing_changes_masters(opt_state)
-    scaled = _states.locate(opt_state, WithLossScaleState)
-    if len(scaled) > 1:
-        raise ValueError(
-            "This optimizer contains with_loss_scale more than once; gradients would be unscaled "
-            "twice, or by several scales. Use it once, outermost. One optimizer for several groups "
-            "is with_loss_scale(optax.partition(...), loss_scale)."
-        )
-    for node, position in (pair for _, around in scaled for pair in around):
-        if isinstance(node, optax.MultiStepsState):
-            raise ValueError(
-                "This optimizer accumulates outside of with_loss_scale; one infinite micro-batch "
-                "would make the accumulator NaN for all later steps. Swap the two: "
-                "with_loss_scale(optax.MultiSteps(adam, 4), loss_scale)."
-            )
-        if outer := _states.wrapper_of_optax(node):
-            raise ValueError(
-                f"This optimizer has with_loss_scale inside {outer}, which sees gradients that are "
-                "still scaled, or hides a skipped step. Put it around: "
-                f"with_loss_scale({outer}(...), loss_scale)."
-            )
-        if _states.is_chain(node) and position > 0:
-            raise ValueError(
-                "This optimizer chains a transformation before with_loss_scale; it sees gradients "
-                "that are still scaled: clipping them to 1, for one, would make updates 65536 "
-                "times too small. Move it inside: "
-                "with_loss_scale(optax.chain(clip_by_global_norm, adam), loss_scale)."
-            )
-        later_parts = _states.children(node)[position + 1 :] if _states.is_chain(node) else []
-        if jax.tree.leaves(later_parts) and not undone_on_a_skip:
-            raise ValueError(
-                "This optimizer chains a transformation with a state after with_loss_scale; a "
-                "skipped step would move that state and the parameters. Move it inside: "
-                "with_loss_scale(optax.chain(clip, adam), loss_scale). (The steps of "
-                "jmp.adapters undo it, and take such a chain.)"
-            )
+    return next((state for state, _ in states_at(opt_state, SCALES)), None)

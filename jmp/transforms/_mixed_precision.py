@@ -5,17 +5,19 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
-from jmp.loss_scaling import LossScale, NoOpLossScale, torch_loss_scale
+from jmp.loss_scaling._base import LossScale
+from jmp.loss_scaling._constant import NoOpLossScale
+from jmp.loss_scaling._dynamic import torch_loss_scale
 from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms import _half_parameters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
-from jmp.transforms._states import as_transformation, kept_by_path
-from jmp.transforms._wrapping import Transformation
+from jmp.transforms._wrapping import Transformation, as_transformation
 from jmp.trees import leaves_by_path
 
 Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
@@ -113,31 +115,25 @@ def mixed_precision(
 
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
     """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
-    lost: dict[str, Any] = {}
-    with_master = kept_by_path(state)
+    with_master = _half_parameters.kept_by_path(state)
     for path, leaf in leaves_by_path(params).items():
-        dtype = getattr(leaf, "dtype", None)
-        is_narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        if is_narrow and path not in with_master:
-            lost[path] = dtype
-    if not lost:
-        return
-    path, dtype = next(iter(lost.items()))
-    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    ways = f"leaf.astype('float32') of each {dtype} leaf."
-    if is_half(dtype):
-        in_half = dataclasses.replace(policy, param_dtype=dtype)
-        ways = (
-            "policy.cast_to_param(params) or jmp.cast_to_full(params); or, to store them in half, "
-            f"a policy with half parameters, '{in_half}', which keeps a float32 master of each, or "
-            "mixed_precision(..., masters=...) with 'full', 'split' (bfloat16), 'stochastic', "
-            "'kahan' or 'none', which say how half parameters are stored. "
-            "If leaves are frozen in half, give it the tree of the others, or write "
-            "with_loss_scale(optax.partition({'train': adam, 'freeze': optax.set_to_zero()}, "
-            "labels), loss_scale)."
+        dtype: Any = getattr(leaf, "dtype", np.dtype(np.float32))
+        if path in with_master or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+            continue
+        ways = f"leaf.astype('float32') of each {dtype} leaf"
+        if is_half(dtype):
+            in_half = dataclasses.replace(policy, param_dtype=dtype)
+            ways = (
+                "policy.cast_to_param(params) or jmp.cast_to_full(params); or, to store them in "
+                f"half, a policy with half parameters, '{in_half}', which keeps a float32 master "
+                "of each, or mixed_precision(..., masters=...) with 'full', 'split' (bfloat16), "
+                "'stochastic', 'kahan' or 'none', which say how half parameters are stored. If "
+                "leaves are frozen in half, give it the tree of the others, or write "
+                "with_loss_scale(optax.partition({'train': adam, 'freeze': optax.set_to_zero()}, "
+                "labels), loss_scale)"
+            )
+        raise ValueError(
+            f"mixed_precision(..., '{policy}') got params{path} of dtype {dtype}, which it would "
+            "train without masters: updates below the spacing of that dtype are lost. Expected "
+            f"parameters in float32: {ways}."
         )
-    raise ValueError(
-        f"mixed_precision(..., '{policy}') got params{path} of dtype {dtype}{more}, which it would "
-        "train without masters: updates below the spacing of that dtype are lost. Expected "
-        f"parameters in float32: {ways}"
-    )

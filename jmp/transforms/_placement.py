@@ -34,9 +34,8 @@ from jax.tree_util import (
 )
 
 from jmp import _jax_compat
-from jmp._messages import described
+from jmp._messages import described, wrong
 from jmp.sharding._axes import names_by_dimension
-from jmp.transforms._states import as_transformation
 from jmp.trees import PyTree
 
 S = TypeVar("S")
@@ -78,7 +77,9 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     >>> adam.mu["w"].spec, adam.count.spec
     (P('data',), P())
     """
-    tx = as_transformation(tx, "state_shardings")
+    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        expected = "an optax transformation, such as optax.adam(1e-3)"
+        raise wrong(TypeError, "state_shardings", tx, expected, name="tx")
     for path, leaf in tree_leaves_with_path(params):
         _check_has_sharding(keystr(path), leaf)
     return _shardings(jax.eval_shape(tx.init, params), params)

@@ -1,7 +1,7 @@
 """Rounding float32 to fewer bits: to the nearest, or by random bits; and how a parameter follows.
 
-`rounded` and `rounded_by` give numbers of a half dtype as float32, `rounded_to` and `code_of` those
-of any format. A half parameter follows by an update that is exactly the difference, in float32, of
+`rounded` and `rounded_by` give numbers of a half dtype as float32, `code_of` the patterns of any
+format. A half parameter follows by an update that is exactly the difference, in float32, of
 what it becomes and what it is (`difference_to`).
 
 `RandomBits` depend only on their place: the bits of an element follow from a seed, the count of
@@ -25,7 +25,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jmp._jax_compat import varying_axes
-from jmp._messages import listed, wrong
+from jmp._messages import check_number, listed, wrong
 from jmp.dtypes import is_half
 from jmp.sharding._axes import are_tracked, mapped_axes, names_by_dimension
 from jmp.trees import PyTree, is_floating
@@ -86,64 +86,49 @@ def needs_master(param: Any) -> bool:
 def rounded_by(bits: jax.Array, value: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns float32 rounded to one of the two neighbours in a narrower `dtype`, as float32.
 
-    As `rounded_to`, within the range of the dtype: beyond its largest finite number the result is
-    that number, also for an infinity.
+    Beyond the largest finite number of the dtype the result is that number, also for an infinity.
 
     >>> rounded_by(jnp.uint32(HALFWAY), jnp.float32(1 + 2**-8), jnp.bfloat16)
     Array(1.0078125, dtype=float32)
     """
     facts, kind = jnp.finfo(dtype), jnp.uint32
-    near = rounded_to(bits, value, facts.nmant, facts.minexp)
-    # By patterns: a comparison of numbers may take a subnormal one for zero.
-    pattern, given = (lax.bitcast_convert_type(x, kind) for x in (near, value))
-    sign, largest = given & kind(2**31), kind(np.float32(facts.max).view(np.uint32))
-    pattern = jnp.minimum(pattern & kind(2**31 - 1), largest) | sign
+    narrow = f"uint{facts.bits}"
+    largest, nan = (kind(np.asarray(x, facts.dtype).view(narrow)) for x in (facts.max, np.nan))
+    code = jnp.minimum(code_of(bits, value, facts.nmant, facts.minexp), largest)
+    given = lax.bitcast_convert_type(value, kind)
     is_nan = given & kind(2**31 - 1) > kind(0x7F800000)
-    return lax.bitcast_convert_type(jnp.where(is_nan, kind(0x7FC00000), pattern), jnp.float32)
+    sign = (given & kind(2**31)) >> (32 - facts.bits)
+    pattern = jnp.where(is_nan, nan, code | sign).astype(narrow)
+    result = lax.bitcast_convert_type(pattern, facts.dtype)
+    return widened(result) if facts.dtype == jnp.bfloat16 else result.astype(jnp.float32)
 
 
-def rounded_to(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> jax.Array:
-    """Returns float32 rounded to one of the two neighbours in a format of fewer bits, as float32.
+def code_of(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> jax.Array:
+    """Returns float32 rounded to a neighbour in a format of fewer bits, as that format's patterns.
 
     The highest of the bits decide: away from zero if they, taken as a fraction below 1, and the
     fraction of the way from the lower neighbour come to 1 or more. With random bits that is
     stochastic rounding (Gupta et al. 2015, section 3), whose mean is the value: exactly for a
-    normal number, to 2**-24 of a spacing for a subnormal one. With `HALFWAY` it is rounding to the
-    nearest, ties away from zero. A number that the format holds stays.
+    normal number, to 2**-24 of a spacing for a subnormal one, with ten bits of mantissa to 2**-20.
+    With `HALFWAY` it is rounding to the nearest, ties away from zero. A number that the format
+    holds stays.
 
     Args:
       bits: uint32 of the shape of `value`.
       value: float32; for a NaN the result is not defined.
       mantissa: the bits of the format's mantissa, without the leading 1.
       lowest: the exponent of the smallest normal number; below it numbers lie evenly.
-    """
-    dropped = 23 - mantissa
-    pattern = lax.bitcast_convert_type(value, jnp.uint32)
-    # An addition of integers carries into the exponent if the mantissa is full, as it must.
-    carried = pattern + (bits >> (32 - dropped))
-    normal = lax.bitcast_convert_type(carried >> dropped << dropped, jnp.float32)
-    if lowest <= jnp.finfo(jnp.float32).minexp:
-        return normal  # subnormal numbers as float32's own, between which the addition rounds too
-    spacing = 2.0 ** (lowest - mantissa)
-    size = jnp.abs(value) / spacing
-    lower = jnp.floor(size)
-    goes_up = (size - lower) + (bits >> 8).astype(jnp.float32) * 2.0**-24 >= 1
-    even = jnp.copysign((lower + goes_up) * spacing, value)
-    return jnp.where(jnp.abs(value) < 2.0**lowest, even, normal)
 
-
-def code_of(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> jax.Array:
-    """Returns what `rounded_to` does, as patterns of the narrower format without their signs.
-
-    The exponent of a normal number is 1 at `lowest`; it is not limited. For a subnormal number the
-    mean is the value to 2**-24 of a spacing, with ten bits of mantissa to 2**-20.
-
-    Returns: uint32, of which the lowest bits are the mantissa.
+    Returns: uint32, of which the lowest bits are the mantissa, without the sign. The exponent of a
+      normal number is 1 at `lowest`; it is not limited.
     """
     dropped = 23 - mantissa
     pattern = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(2**31 - 1)
     below_first = jnp.uint32((lowest + 126) << mantissa)
+    # An addition of integers carries into the exponent if the mantissa is full, as it must.
     normal = ((pattern + (bits >> (32 - dropped))) >> dropped) - below_first
+    if lowest <= jnp.finfo(jnp.float32).minexp:
+        return normal  # subnormal numbers as float32's own, between which the addition rounds too
     # Below `lowest` numbers lie evenly. They are counted in integers, a spacing being 2**fraction.
     fraction = min(24, 30 - mantissa)
     size = lax.bitcast_convert_type(pattern, jnp.float32) * 2.0 ** (fraction + mantissa - lowest)
@@ -166,15 +151,15 @@ class RandomBits:
     specs: dict[str, PartitionSpec] | None = None
 
     @classmethod
-    def of(cls, caller: str, seed: object, specs: PyTree = None) -> "RandomBits":
+    def of(cls, caller: str, seed: Any, specs: PyTree = None) -> "RandomBits":
         """Returns the bits that a user described.
 
         Raises: TypeError for a seed that is no integer, or for specs that are no PartitionSpecs.
         """
-        if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
-            raise wrong(TypeError, caller, seed, "an integer such as 0", name="seed")
+        is_any = lambda number: True
+        seed = check_number(seed, caller, "an integer such as 0", is_any, name="seed", kind=int)
         if specs is None:
-            return cls(caller, int(seed))
+            return cls(caller, seed)
         is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
         leaves = tree_leaves_with_path(specs, is_leaf=is_spec)
         by_path = {keystr(path): spec or PartitionSpec() for path, spec in leaves}
@@ -182,7 +167,7 @@ class RandomBits:
             if not isinstance(spec, PartitionSpec):
                 expected = "a tree of PartitionSpecs like the parameters"
                 raise wrong(TypeError, caller, spec, expected, name=f"specs{path}")
-        return cls(caller, int(seed), by_path)
+        return cls(caller, seed, by_path)
 
     def at(self, path: str, like: jax.Array, count: jax.Array | None) -> jax.Array | None:
         """Returns uint32 of the shape of `like`, each bit as good as the flip of a coin.

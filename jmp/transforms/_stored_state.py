@@ -27,15 +27,22 @@ from jmp.transforms._encodings import (
     peaks_of,
 )
 from jmp.transforms._few_kernels import chunks
-from jmp.transforms._loss_scaling import WithLossScaleState
 from jmp.transforms._placement import BOX, parameter_path
 from jmp.transforms._rounding import RandomBits
-from jmp.transforms._states import STORAGES, find_states, locate_storing
-from jmp.transforms._wrapping import Transformation, checked_inner, transformation, with_gradients
-from jmp.trees import PyTree, cast_to_at_least_float32, path_string, register_for_export
+from jmp.transforms._wrapping import (
+    STORES_STATE,
+    Transformation,
+    checked_inner,
+    register_wrapper,
+    transformation,
+    with_gradients,
+)
+from jmp.trees import PyTree, cast_to_at_least_float32, path_string
+
+CALLER = "with_stored_state"
 
 
-@register_for_export
+@register_wrapper(CALLER, STORES_STATE)
 class WithStoredStateState(NamedTuple):
     """State of `with_stored_state`.
 
@@ -54,7 +61,6 @@ class WithStoredStateState(NamedTuple):
     inner_state: PyTree
 
 
-CALLER = "with_stored_state"
 # Arrays whose peaks one reduction finds; each thread of a GPU keeps two numbers for each.
 ARRAYS_TOGETHER = 8
 Rule = tuple[str, str, DTypeLike]
@@ -124,7 +130,7 @@ def with_stored_state(
     >>> state.inner_state[0].mu["w"].codes.dtype
     dtype(bfloat16)
     """
-    optimizer = checked_inner(inner, CALLER, WithStoredStateState)
+    optimizer = checked_inner(inner, WithStoredStateState)
     given: Any = stored
     is_one_dtype = isinstance(given, str) or not isinstance(given, Iterable)
     rules = [("*", "*", _kind(given))] if is_one_dtype else list(map(_checked_rule, given))
@@ -135,7 +141,6 @@ def with_stored_state(
     def init(params: optax.Params) -> WithStoredStateState:
         wide = cast_to_at_least_float32(params)
         inner_state = optimizer.init(wide)
-        _check_order(inner_state)
         stored_state = _first_encoded(inner_state, wide, rules, spares=is_one_dtype)
         return WithStoredStateState(jnp.zeros([], jnp.int32), stored_state)
 
@@ -174,7 +179,7 @@ def with_stored_state(
             tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
         )
 
-    return transformation(init, update, CALLER, WithStoredStateState)
+    return transformation(init, update, WithStoredStateState)
 
 
 def is_stored(node: object) -> bool:
@@ -352,18 +357,6 @@ def _kind(dtype: Any) -> str:
             f"{CALLER} got stored={kind}; expected one of {listed([*KINDS, 'float32'])}."
         )
     return kind
-
-
-def _check_order(inner_state: PyTree) -> None:
-    """Raises ValueError for what belongs around a stored state, not inside it."""
-    around = [(STORAGES[type(state)].caller, "") for state, _ in locate_storing(inner_state)]
-    if find_states(inner_state, WithLossScaleState):
-        around.insert(0, ("with_loss_scale", ", loss_scale"))
-    for name, scale in around:
-        raise ValueError(
-            f"{CALLER} got an inner transformation that contains {name}, whose own state it would "
-            f"round. Swap the two: {name}({CALLER}(adam, 'bfloat16'){scale})."
-        )
 
 
 def _check_rows_are_whole(path: str, stored: StoredArray, spec: PartitionSpec | None) -> None:

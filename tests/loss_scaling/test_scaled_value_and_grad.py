@@ -188,17 +188,6 @@ def test_a_tuple_is_refused_with_a_hint_at_has_aux(aux):
         grad_fn(jnp.ones(3))
 
 
-def test_integers_may_stand_among_what_is_differentiated():
-    params = {"w": jnp.float32(3), "step": jnp.int32(2)}
-    loss = lambda params: params["w"] ** params["step"]
-    scale = jmp.StaticLossScale(8)
-    with pytest.raises(TypeError):
-        jmp.scaled_value_and_grad(loss, scale)(params)
-    value, grads = jmp.scaled_value_and_grad(loss, scale, allow_int=True)(params)
-    assert (value, grads["w"]) == (9, 48) and grads["step"].dtype == jax.dtypes.float0
-    assert scale.unscale(grads)["w"] == 6
-
-
 def test_a_loss_of_gathered_half_weights_and_of_integers_is_float16_and_a_warning_says_so():
     """Autocast keeps the dtype of results; with a scale of 65536 each step would be skipped."""
 

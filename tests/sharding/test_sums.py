@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from jmp import transforms
 from jmp.sharding import _gather
-from tests.commands import in_full
 
 DATA, BOTH = {"data": 8}, {"replica": 2, "data": 4}
 NAMES = ("replica", "data")
@@ -269,65 +268,6 @@ def test_an_overflow_of_one_device_skips_the_step_on_all(bad):
     assert state.skipped_steps == 1
 
 
-@pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
-@pytest.mark.parametrize("weighted", [False, True])
-def test_accumulated_gradients_are_exchanged_once_a_window(weighted, check_vma):
-    """In the range of a micro-batch's gradient: 30,000 in each of 16 turns is no overflow."""
-    fun = lambda w, x: jnp.sum(w["w"] * x[0]) + w["b"] * jnp.sum(x)
-    weight = (lambda x: jnp.float32(1)) if weighted else None
-    grad_fn = accumulating(16, fun=fun, weight=weight)
-    options = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-    mapped = jax.shard_map(grad_fn, mesh=make_mesh(DATA), **options)
-    random = np.random.default_rng(0)
-    x = np.float32(random.normal(30000, 100, size=(8, 16, 1)) + np.zeros(12)).reshape(128, 12)
-    w = {"w": jnp.ones(12), "b": jnp.float32(0)}
-    _, gradients = jax.jit(mapped)(w, x)
-    means = x.reshape(8, 16, 12).astype(np.float64).mean(1).astype(np.float16)
-    np.testing.assert_allclose(gradients["w"], means.astype(np.float64).mean(0), rtol=1e-6)
-    found = collectives(mapped, w, x)
-    assert found[("all_to_all", "f16")] == 1 and ("psum", "f32") in found
-    text = str(jax.make_jaxpr(mapped)(w, x))
-    assert text.index(" scan[") < text.index("all_to_all[")
-
-
-def accumulating(steps, axes="data", fun=lambda w, x: jnp.sum(w * x[0]), **options):
-    options |= {"reduce_axes": axes, "send_dtype": "float16"}
-    return jmp.accumulated_value_and_grad(fun, jmp.StaticLossScale(1.0), steps, **options)
-
-
-def accumulated(steps, x, **options):
-    """Returns the mean of what devices have, as the gradient of a sum."""
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    mapped = jax.shard_map(accumulating(steps, **options), mesh=make_mesh(DATA), **specs)
-    return np.asarray(jax.jit(mapped)(jnp.zeros(x.shape[1:]), jnp.asarray(x, jnp.float32))[1])
-
-
-def test_what_a_device_sends_is_no_larger_than_a_gradient_of_a_micro_batch():
-    np.testing.assert_allclose(accumulated(3, np.full((24, 4), 5e4)), 5e4, rtol=1e-3)
-    one_bad, one_good = np.full((8, 4), 4e4), np.full((8, 4), np.inf)
-    one_bad[0], one_good[3] = np.inf, 1e4
-    for x, mean in ((one_bad, 4e4), (one_good, 1e4)):
-        np.testing.assert_allclose(accumulated(1, x, skip="micro_batch"), mean, rtol=1e-3)
-    rows = np.zeros((8, 4))
-    rows[5] = 1.0  # all that counts is on one device
-    weight = lambda x: 4096 * x[0, 0]
-    uneven = accumulated(1, rows * 1e4 / 1e4, weight=weight)
-    np.testing.assert_allclose(uneven, 1 / 4096, rtol=1e-3)
-
-
-def test_over_an_axis_of_vmap_nothing_is_sent():
-    parts = np.random.default_rng(0).normal(size=(8, 2, 4)).astype(np.float32)
-
-    def total(w, x):
-        grad_fn = accumulating(1, ("data", "v"))
-        own = lambda x: grad_fn(w, x[None])[1]
-        return jax.vmap(own, axis_name="v")(x[0])[0]
-
-    options = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
-    found = jax.jit(jax.shard_map(total, mesh=make_mesh(DATA), **options))(jnp.zeros(4), parts)
-    np.testing.assert_allclose(found, parts.mean((0, 1)), rtol=1e-5, atol=1e-6)
-
-
 # Mistakes
 
 
@@ -346,8 +286,3 @@ def test_vectors_along_explicit_axes_are_sent_as_they_are_and_a_warning_says_so(
     words = "added up in float32 as they are, not sent in float16 and added up in float32"
     with pytest.warns(jmp.PrecisionWarning, match=words):
         jax.eval_shape(gather, vector)
-
-
-def test_a_dtype_to_send_without_axes_to_reduce_over_is_refused():
-    with pytest.raises(ValueError, match="send_dtype='float16'; expected reduce_axes= beside it"):
-        jmp.accumulated_value_and_grad(jnp.sum, jmp.StaticLossScale(1.0), 2, send_dtype="float16")

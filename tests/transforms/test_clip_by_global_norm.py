@@ -154,7 +154,7 @@ def test_gradients_that_are_still_to_be_added_up_are_refused(explicit, name, tx)
     "max_norm", ["1", None, [1.0], np.ones(2), True, 1j, np.bool_(1)], ids=repr
 )
 def test_a_largest_norm_that_is_no_number_is_refused(max_norm):
-    with pytest.raises(TypeError, match="expected a number such as 1.0"):
+    with pytest.raises(TypeError, match="expected a number above zero, such as 1.0"):
         transforms.clip_by_global_norm(max_norm)
 
 

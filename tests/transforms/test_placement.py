@@ -325,5 +325,5 @@ def test_parameters_without_a_place_are_refused():
         transforms.state_shardings(O2, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
     with pytest.raises(ValueError, match="call it outside of jit"):
         jax.jit(lambda p: transforms.state_shardings(O2, p))(jnp.ones(3))
-    with pytest.raises(TypeError, match="state_shardings got inner="):
+    with pytest.raises(TypeError, match="state_shardings got tx="):
         transforms.state_shardings(jnp.ones(3), {})

@@ -8,8 +8,12 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp.transforms._half_parameters import SplitMasters, join_master, split_master
-from jmp.transforms._storing import _compiled
+from jmp.transforms._half_parameters import (
+    STORAGES,
+    compiled,
+    join_master,
+    split_master,
+)
 from tests.bits import bits
 from tests.commands import in_full
 
@@ -147,11 +151,12 @@ def test_float16_is_refused_with_the_way_out():
 
 def test_what_init_and_masters_compiled_is_used_again():
     params = {name: jnp.ones((8, 4), jnp.bfloat16) for name in "ab"}
-    compiled = [_compiled(SplitMasters, act) for act in ("beside", "value")]
+    storage = STORAGES[transforms.WithSplitMastersState]
+    functions = [compiled(storage.beside), compiled(storage.value)]
     counts = []
     for _ in range(2):
         tx = transforms.with_split_masters(optax.sgd(0.1))
         transforms.masters(tx.init(params), params)
-        counts.append([function._cache_size() for function in compiled])
+        counts.append([function._cache_size() for function in functions])
     assert counts[0] == counts[1]
-    assert compiled == [_compiled(SplitMasters, act) for act in ("beside", "value")]
+    assert functions == [compiled(storage.beside), compiled(storage.value)]

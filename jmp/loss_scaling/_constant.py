@@ -1,19 +1,48 @@
-"""A loss scale that stays what it is."""
+"""Loss scales that never change: none, for float32 and bfloat16, and a constant one."""
 
 import dataclasses
+import math
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
-from jmp.loss_scaling._base import LossScale, static_scale
-from jmp.trees import register_for_export
+from jmp._messages import check_number
+from jmp.loss_scaling._base import LossScale, register_state, within_scales
 
 T = TypeVar("T")
 
 
-@register_for_export
-@jax.tree_util.register_dataclass
+@register_state
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """Scales by one: trees come back as the very same object. A pytree without leaves.
+
+    >>> NoOpLossScale().scale(3.0)
+    3.0
+    """
+
+    @property
+    def loss_scale(self) -> float:
+        """Always 1.0."""
+        return 1.0
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
+        """Returns itself, whatever the flag is."""
+        del grads_finite
+        return self
+
+
+@register_state
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
     """Scales by a constant, such as 8, 32, 128 or 512 (Micikevicius et al. 2018, section 3.2).
@@ -35,10 +64,19 @@ class StaticLossScale(LossScale):
     3.0
     """
 
-    loss_scale: float = dataclasses.field(metadata={"static": True})
+    loss_scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_scale", static_scale(self.loss_scale))
+        if isinstance(self.loss_scale, jax.core.Tracer):
+            raise TypeError(
+                "StaticLossScale got a traced value; expected a plain number, which is part of the "
+                "compiled program. A scale that changes from step to step is a DynamicLossScale."
+            )
+        expected = "a finite number that is not negative, such as 512"
+        is_right = lambda number: 0 <= number < math.inf
+        number = check_number(self.loss_scale, "StaticLossScale", expected, is_right)
+        in_float32 = float(np.float32(within_scales(number)))  # it multiplies in float32
+        object.__setattr__(self, "loss_scale", in_float32 if number else 0.0)
 
     def check_not_zero(self) -> None:
         """Raises ValueError for a scale of zero, by which nothing can be scaled."""
