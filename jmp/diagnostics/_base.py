@@ -1,4 +1,4 @@
-"""What diagnostics share: how they take a function and its arguments, and how reports print.
+"""Functions that all diagnostics share: they take a function and its arguments, and print reports.
 
 Flax nnx and Equinox open no name scopes for their modules. Here modules among the arguments open
 scopes with their paths.

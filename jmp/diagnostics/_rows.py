@@ -1,4 +1,4 @@
-"""What a precision report reads off a plan: rows, decisions, sizes of products, and hazards.
+"""Rows, decisions, sizes of products and hazards: a precision report reads them off a plan.
 
 Hazards are sentences that ask the user to act. Most programs have none.
 """
