@@ -128,17 +128,15 @@ def reaching(
 
     def enter(graph: Graph) -> None:
         for node in graph.nodes:
-            # Indices, masks and sizes carry no precision from one side to the other.
-            operands = list(filter(is_inexact, node.inputs))
             if starts(node):
-                found.update(operands)
+                found.update(node.inexact)
             elif stops(node):
                 continue
             elif node.insides:
                 for inside in node.insides:
                     enter_inside(inside)
             else:
-                made_of.update(dict.fromkeys(node.outputs, operands))
+                made_of.update(dict.fromkeys(node.outputs, node.inexact))
 
     def enter_inside(inside: Inside) -> None:
         for result, own in zip(inside.results, inside.graph.outputs, strict=False):
@@ -152,11 +150,6 @@ def reaching(
 
     enter_inside(level) if isinstance(level, Inside) else enter(level)
     return set(reached(found, lambda value: made_of.get(value, ())))
-
-
-def is_low_node(node: Node) -> bool:
-    """Returns whether a node is a product, in whatever dtype."""
-    return is_low(node.equation)
 
 
 def holds_product(node: Node) -> bool:
@@ -185,7 +178,7 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     """Returns the values that reach a maximum, such as that of a softmax."""
     is_maximum = lambda node: any(e.primitive.name == "reduce_max" for e in node.equations)
-    return reaching(graph, outputs, is_maximum, is_low_node)
+    return reaching(graph, outputs, is_maximum, lambda node: node.multiplies)
 
 
 def exposed_values(

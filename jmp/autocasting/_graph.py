@@ -21,11 +21,12 @@ from jmp.autocasting._numbers import (
     ValueProvenance,
     dtype_of,
     fits,
+    is_inexact,
     shape_of,
     size_of,
 )
 from jmp.autocasting._propagation import inner_equations
-from jmp.autocasting._registry import Category, Rule
+from jmp.autocasting._registry import Category, Rule, is_low
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
 
@@ -131,6 +132,9 @@ class Node:
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
         self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
         self.holds_functions = _jax_compat.holds_functions(self.equation)
+        # Indices, masks and sizes carry no precision from one side to the other.
+        self.inexact = [value for value in self.inputs if is_inexact(value)]
+        self.multiplies = is_low(self.equation)  # whether it is a product, in whatever dtype
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
 

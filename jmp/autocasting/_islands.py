@@ -19,7 +19,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
-from jmp.autocasting._numbers import has_symbols, is_inexact, shape_of
+from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._reasons import LARGE_INPUT
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Fused, Island, S, Step
@@ -41,7 +41,7 @@ def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
     touching: dict[Node, set[Node]] = {node: set() for node in nodes}
     for node in touching:
         # Places that are computed together do not join what is looked up there.
-        values = filter(is_inexact, node.inputs) if node.rule.looks_up else node.inputs
+        values = node.inexact if node.rule.looks_up else node.inputs
         for producer in (value.producer for value in values):
             if producer in touching and producer not in cuts:
                 touching[node].add(producer)

@@ -32,7 +32,7 @@ from jax.lax import Precision
 from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import dtype_of, is_inexact
+from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, is_low
 from jmp.autocasting._request import AUTOCAST, Request
@@ -72,7 +72,7 @@ def asked_for(equation: JaxprEqn) -> str:
 
 def why_not_lowered(node: Node, half: np.dtype) -> str:
     """Returns what the user chose for a product that autocast must leave."""
-    dtypes = {v.dtype for v in node.inputs if is_inexact(v)}
+    dtypes = {v.dtype for v in node.inexact}
     if names_algorithm(node.params):
         return "the user named the algorithm"
     found = {str(v.dtype) for v in (*node.inputs, *node.outputs)}
@@ -122,10 +122,10 @@ def in_regions(node: Node, request: Request) -> Params:
     FULL, such as inner products, which are sums.
     """
     equation = node.equation
-    may_have = is_low(equation) or node.holds_functions
+    may_have = node.multiplies or node.holds_functions
     if not may_have or _jax_compat.default_precision_setting() is not None:
         return node.params
-    is_kept = is_low(equation) and node.rule.category is Category.FULL
+    is_kept = node.multiplies and node.rule.category is Category.FULL
     return _filled_params(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
 
 

@@ -39,7 +39,6 @@ from jax.extend.core import JaxprEqn, Literal
 from jmp import _jax_compat
 from jmp.autocasting._facts import (
     compared_values,
-    is_low_node,
     reaching,
     read_otherwise_values,
 )
@@ -99,7 +98,7 @@ def _chooses_columns(equation: JaxprEqn, side: int, value: Value) -> bool:
     node = value.producer
     if node is None or not node.rule.joins or equation.primitive.name != "dot_general":
         return False
-    arrays = list(filter(is_inexact, node.inputs))
+    arrays = node.inexact
     ones = [x for x in arrays if x.constant != 0]
     axes = equation.params["dimension_numbers"][0][side]
     if len(ones) != 1 or abs(ones[0].constant or 0.0) != 1 or len(arrays) < 2 or len(axes) != 1:
@@ -161,7 +160,7 @@ def _closed_over(equation: JaxprEqn) -> Iterator[Any]:
 
 def products_that_wrap(graph: Graph) -> set[Node]:
     """Returns the products, on all levels, whose results reach a function that wraps."""
-    wrapped = reaching(graph, [], wraps, is_low_node)
+    wrapped = reaching(graph, [], wraps, lambda node: node.multiplies)
     products = (node for node in graph.all_nodes() if node.is_product)
     return {node for node in products if not wrapped.isdisjoint(node.outputs)}
 
