@@ -58,7 +58,7 @@ class Value:
         # It repeats an array of one axis at most, such as a bias. A mask has more.
         self.is_vector = len(self.source) <= 1 and not self.is_extreme
         # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
-        self.is_row = sum(n != 1 for n in self.source) <= 1 and not self.is_extreme
+        self.is_row = len(self.source) - self.source.count(1) <= 1 and not self.is_extreme
 
     @property
     def varies(self) -> bool:
@@ -128,15 +128,20 @@ class Node:
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
+        self.read(self.inputs)
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
         self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
         self.holds_functions = _jax_compat.holds_functions(self.equation)
-        # Indices, masks and sizes carry no precision from one side to the other.
-        self.inexact = [value for value in self.inputs if is_inexact(value)]
         self.multiplies = is_low(self.equation)  # whether it is a product, in whatever dtype
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
+
+    def read(self, inputs: Iterable[Value]) -> None:
+        """Makes these its operands."""
+        self.inputs = tuple(inputs)
+        # Indices, masks and sizes carry no precision from one side to the other.
+        self.inexact = [value for value in self.inputs if is_inexact(value)]
 
     @property
     def reads_float32(self) -> bool:

@@ -71,7 +71,7 @@ def length_of(dimension: Any) -> int:
 
 def size_of(shape: Shape) -> int:
     """Returns the number of elements; dimensions that are symbols count as `UNKNOWN`."""
-    return math.prod(map(length_of, shape))
+    return math.prod([n if isinstance(n, int) else UNKNOWN for n in shape])
 
 
 def has_symbols(shape: Shape) -> bool:
