@@ -251,7 +251,9 @@ def register_for_export(cls: C) -> C:
     It writes the class's name and its static parts: numbers, strings and tuples of them. A second
     class of the same name, as when a cell of a notebook runs again, is left out.
     """
-    name = f"{cls.__module__}.{cls.__qualname__}"
+    # A file of this package may move, and what was written before is still read.
+    module = "jmp" if cls.__module__.startswith("jmp.") else cls.__module__
+    name = f"{module}.{cls.__qualname__}"
     if name in _exported:
         return cls
     _exported.add(name)

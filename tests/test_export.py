@@ -83,3 +83,9 @@ def test_a_train_state_comes_back_without_its_functions():
     again = found.replace(apply_fn=model.apply, tx=tx)
     assert_same(jax.tree.leaves(again), jax.tree.leaves(expected))
     assert_same(again.apply_gradients(grads=params).params, step(expected.replace()).params)
+
+
+def test_what_is_written_names_no_file_of_the_package():
+    exported = export.export(jax.jit(lambda scale: scale.adjust(True)))(jmp.DynamicLossScale(8.0))
+    written = bytes(exported.serialize())
+    assert b"jmp.DynamicLossScale" in written and b"jmp.loss_scaling" not in written

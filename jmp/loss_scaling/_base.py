@@ -219,7 +219,11 @@ def _check_leaf(
         raise wrong(TypeError, name, value, expected)
     if isinstance(value, jax.core.Tracer):
         return
-    if not np.all(are_right(np.asarray(value, np.float64))):
+    try:
+        numbers = np.asarray(value, np.float64)
+    except OverflowError:  # a Python integer beyond float64
+        numbers = np.asarray(math.inf)
+    if not np.all(are_right(numbers)):
         raise wrong(ValueError, name, value, expected)
 
 

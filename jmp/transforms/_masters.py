@@ -26,7 +26,9 @@ from jmp.transforms._rounding import needs_master, rounded
 from jmp.transforms._wrapping import (
     ROOT,
     STORES_PARAMETERS,
-    check_order,
+    check_half_ones_are_seen,
+    check_is_state,
+    check_nothing_changes_masters,
     holds_a_state,
     map_states,
 )
@@ -54,6 +56,7 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     dtype('float32')
     """
     given = _leaves_checked(opt_state, params, "masters")
+    check_nothing_changes_masters(opt_state)
     values = {
         path: compiled(storage.value)(given[path], beside)
         for path, (beside, storage) in kept_by_path(opt_state).items()
@@ -180,12 +183,13 @@ def _leaves_checked(opt_state: optax.OptState, params: PyTree, caller: str) -> d
     Raises: TypeError for an optimizer in the place of its state, and for either in the place of
       parameters; ValueError if the state has masters of other parameters.
     """
-    check_order(opt_state, params, undone_on_a_skip=True)
+    check_is_state(opt_state)
     if holds_a_state(params):
         raise TypeError(
             f"{caller} got {described(params)} as the parameters. The order is {caller}(opt_state, "
             "params)."
         )
+    check_half_ones_are_seen(opt_state, params)
     given = leaves_by_path(params)
     _check_all_given(opt_state, given, caller)
     return given

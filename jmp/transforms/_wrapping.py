@@ -329,49 +329,67 @@ def check_order(
     """Raises ValueError for orders that fail; see `transforms.check_optimizer_state`.
 
     Args:
-      params: the parameters that `init` was given. With them it also refuses masters that were made
-        of one float32 vector although some parameters are half, as inside `optax.flatten`.
+      params: the parameters that `init` was given. With them `check_half_ones_are_seen` too.
       undone_on_a_skip: whether the step undoes, on a skip, what a chain's later part did.
 
     Raises: TypeError too, for an optimizer in the place of its state.
     """
-    if is_optimizer(opt_state):
-        raise TypeError(
-            f"Got {described(opt_state)} as the state of an optimizer; expected what "
-            "tx.init(params) or tx.update(...) returned, not the optimizer itself."
-        )
+    check_is_state(opt_state)
     if len(states_at(opt_state, SCALES)) > 1:
         raise ValueError(
             "This optimizer contains with_loss_scale more than once; gradients would be unscaled "
             "twice, or by several scales. Use it once, outermost. One optimizer for several groups "
             "is with_loss_scale(optax.partition(...), loss_scale)."
         )
-    given = leaves_by_path(params)
-    are_half = ROOT not in given and any(map(needs_master, given.values()))
+    check_nothing_changes_masters(opt_state)
+    check_half_ones_are_seen(opt_state, params)
+    for _, around in states_at(opt_state, SCALES):
+        _check_around_scaling("with_loss_scale", around, undone_on_a_skip)
+
+
+def check_is_state(opt_state: optax.OptState) -> None:
+    """Raises TypeError for an optimizer in the place of its state."""
+    if is_optimizer(opt_state):
+        raise TypeError(
+            f"Got {described(opt_state)} as the state of an optimizer; expected what "
+            "tx.init(params) or tx.update(...) returned, not the optimizer itself."
+        )
+
+
+def check_nothing_changes_masters(opt_state: optax.OptState) -> None:
+    """Raises ValueError if something changes an update after master parameters have moved."""
+    reason = "which changes the parameters but not their masters"
     for state, around in states_at(opt_state, STORES_PARAMETERS):
         caller = caller_of(type(state))
-        _check_around_masters(caller, around)
+        for node, position in around:
+            outer = _wrapper_of_optax(node)
+            if outer and type(node).__name__ not in _AROUND_MASTERS:
+                raise _inside(caller, outer, reason)
+            if _is_chain(node) and position + 1 < len(node):
+                raise _chained(f"a transformation after {caller}", caller, reason)
+
+
+def check_half_ones_are_seen(opt_state: optax.OptState, params: PyTree) -> None:
+    """Raises ValueError if masters were made of one float32 vector, but parameters are half.
+
+    So they are inside `optax.flatten`.
+
+    Args:
+      params: the parameters that `init` was given.
+    """
+    given = leaves_by_path(params)
+    if ROOT in given or not any(map(needs_master, given.values())):
+        return
+    for state, around in states_at(opt_state, STORES_PARAMETERS):
         # A group to which no parameter belongs has no masters either.
         is_of_a_group = any(isinstance(node, optax.MaskedState) for node, _ in around)
-        if are_half and isinstance(state[0], optax.MaskedNode) and not is_of_a_group:
+        if isinstance(state[0], optax.MaskedNode) and not is_of_a_group:
+            caller = caller_of(type(state))
             raise ValueError(
                 f"{caller} got no half parameters: something around it, such as "
                 "optax.flatten, made one vector of half and float32 ones, which has no masters, "
                 f"and updates would be lost. Put it inside: {caller}(optax.flatten(adam))."
             )
-    for _, around in states_at(opt_state, SCALES):
-        _check_around_scaling("with_loss_scale", around, undone_on_a_skip)
-
-
-def _check_around_masters(caller: str, around: Around) -> None:
-    """Refuses what changes an update after master parameters have moved."""
-    reason = "which changes the parameters but not their masters"
-    for node, position in around:
-        outer = _wrapper_of_optax(node)
-        if outer and type(node).__name__ not in _AROUND_MASTERS:
-            raise _inside(caller, outer, reason)
-        if _is_chain(node) and position + 1 < len(node):
-            raise _chained(f"a transformation after {caller}", caller, reason)
 
 
 def _check_around_scaling(caller: str, around: Around, undone_on_a_skip: bool) -> None:

@@ -196,3 +196,9 @@ def test_many_scales_side_by_side_take_many_flags():
     np.testing.assert_array_equal(after.loss_scale, [16.0, 8.0])
     with pytest.raises(ValueError, match="expected boolean scalar"):
         many.adjust(True)
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "counter"])
+def test_an_integer_beyond_float64_is_refused_by_its_name(name):
+    with pytest.raises(ValueError, match=f"^{name} got "):
+        jmp.DynamicLossScale(**{"loss_scale": 8.0, name: 10**400})

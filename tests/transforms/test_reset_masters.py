@@ -295,3 +295,13 @@ def test_a_master_that_is_no_number_is_not_hidden(dtype):
     params = jnp.ones(1, dtype)
     updates, _ = tx.update(jnp.array([jnp.nan]), tx.init(params), params)
     assert jnp.isnan(optax.apply_updates(params, updates)[0])
+
+
+def test_masters_are_found_beside_other_trees():
+    tx = OPTIMIZERS["under loss scaling"]
+    average = collections.namedtuple("Average", "params")(PARAMS)
+    state = average, tx.init(PARAMS), average
+    assert jax.tree.leaves(transforms.reset_masters(state, LOADED))
+    params, state = transforms.set_masters(state, PARAMS, jmp.cast_to_full(LOADED))
+    np.testing.assert_array_equal(params["a"], LOADED["a"])
+    np.testing.assert_array_equal(transforms.masters(state[:2], params)["a"], LOADED["a"])
