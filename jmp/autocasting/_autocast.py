@@ -153,9 +153,9 @@ def autocast(
       float8: which products a policy with "m=f8" makes float8: "weights", those of a parameter;
         "all", those of two activations too, as attention's. See docs/float8.md.
       platform: what the program will run on, "gpu", "tpu" or "cpu". It decides what is kept for the
-        backward pass, and how losses and attention are written, not the dtypes of products, sums
-        and results do not. None is "tpu" if that is JAX's default backend when a call is first
-        traced, otherwise "gpu". "cpu" is planned as "gpu". See docs/devices.md.
+        backward pass, and how losses and attention are written; it does not decide the dtypes of
+        products, sums and results. None is "tpu" if that is JAX's default backend when a call is
+        first traced, otherwise "gpu". "cpu" is planned as "gpu". See docs/devices.md.
 
     Returns: a function with `fun`'s signature, usable under every JAX transformation.
 

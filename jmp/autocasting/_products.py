@@ -1,4 +1,4 @@
-"""Products that are no layers of a network: exact ones, and those that are scaled down afterwards.
+"""Products that are no layers of a network: exact ones, and those whose operands are scaled down.
 
 Positions, angles, counts and features are *exact*. Rounding their operands or results to half is an
 error that no tolerance covers: bfloat16 counts to 256 and float16 to 2048, and an angle of 1000 is
