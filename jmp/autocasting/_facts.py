@@ -41,7 +41,6 @@ from jmp.autocasting._graph import (
     value_of,
 )
 from jmp.autocasting._magnitudes import Magnitude
-from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._precision import HOLD_RULES, why_not_lowered
 from jmp.autocasting._registry import is_low
 from jmp.dtypes import FLOAT32
@@ -142,7 +141,7 @@ def reaching(
         for result, own in zip(inside.results, inside.graph.outputs, strict=False):
             made_of[result].append(own)
         for argument, own in zip(inside.arguments, inside.inputs, strict=True):
-            if is_inexact(own):
+            if own.is_inexact:
                 made_of[own].append(value_of(argument))
                 if isinstance(argument, Carry) and inside.results:  # the body's, not a condition's
                     made_of[own].append(inside.graph.outputs[argument.number])
@@ -169,7 +168,7 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     Args:
       outputs: those that reach one outside.
     """
-    floating = list(filter(is_inexact, outputs))
+    floating = [value for value in outputs if value.is_inexact]
     if not floating:  # nothing else is searched for
         return set()
     return reaching(graph, floating, lambda _: False, lambda node: node.is_product)
@@ -177,8 +176,12 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     """Returns the values that reach a maximum, such as that of a softmax."""
-    is_maximum = lambda node: any(e.primitive.name == "reduce_max" for e in node.equations)
-    return reaching(graph, outputs, is_maximum, lambda node: node.multiplies)
+    return reaching(graph, outputs, _takes_maximum, lambda node: node.multiplies)
+
+
+def _takes_maximum(node: Node) -> bool:
+    inside = node.equations if node.holds_functions else ()
+    return node.name == "reduce_max" or any(e.primitive.name == "reduce_max" for e in inside)
 
 
 def exposed_values(

@@ -46,6 +46,7 @@ class Value:
 
     def __post_init__(self) -> None:
         self.dtype = dtype_of(self)
+        self.is_inexact = is_inexact(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
         self.provenance = self.known.provenance.of(self)
         # The value of the outermost level that comes in here; the value itself if it is no input.
@@ -128,7 +129,6 @@ class Node:
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
-        self.read(self.inputs)
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
         self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
@@ -137,11 +137,10 @@ class Node:
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
 
-    def read(self, inputs: Iterable[Value]) -> None:
-        """Makes these its operands."""
-        self.inputs = tuple(inputs)
-        # Indices, masks and sizes carry no precision from one side to the other.
-        self.inexact = [value for value in self.inputs if is_inexact(value)]
+    @property
+    def inexact(self) -> list[Value]:
+        """Its operands without indices, masks and sizes, which carry no precision."""
+        return [value for value in self.inputs if value.is_inexact]
 
     @property
     def reads_float32(self) -> bool:
