@@ -113,10 +113,6 @@ def half_between(
       35 % more bytes, and hold 43 % more memory. It does not matter who reads the sum, so that a
       prefill, which needs only caches, is rounded as in training. A stream may begin with an input.
     - What the component and, behind a barrier, more than products read, such as a mean and a gate.
-    - A bounded function that the program itself differentiates: the tanh of a physics-informed
-      network. Its island is not computed again, and each order of the derivative reads it. Kept in
-      float32 it costs a TPU v5e 29 % of the cycles of two layers, and 8 % of six. The derivative is
-      float32: its error is 0.85 of that by hand, where it was 0.66 (float16).
 
     Operands are rounded once more for it: not statistics, such as a mean, nor a bias, nor what
     nothing bounds.
@@ -149,10 +145,6 @@ def half_between(
         others = [user for user in result.users if user not in inside]
         return len(others) < len(result.users) and not storage.is_multiplied(result, others)
 
-    def is_kept_for_slopes(node: Node) -> bool:
-        is_computed = set(node.inputs) <= storage.facts.dependent
-        return is_computed and _jax_compat.is_differentiated(node.stack)
-
     for node in nodes:
         if len(node.outputs) != 1:
             continue
@@ -161,7 +153,6 @@ def half_between(
             continue
         is_half = node.rule.affine and why.get(node) in (None, LARGE_INPUT)
         is_half = is_half and (is_stream(node) or crosses(result))
-        is_half |= node.rule.bounded and is_kept_for_slopes(node)
         if is_half and all(may_be_half(value, result) for value in node.inputs):
             found.add(node)
     return found
