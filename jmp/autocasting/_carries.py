@@ -27,6 +27,7 @@ from jmp.autocasting._facts import (
     Info,
     exposed_values,
     holds_product,
+    multiplied_values,
     reaching,
 )
 from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
@@ -150,7 +151,7 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
     }
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
-    found = reaching(plan.graph, [], holds_product, lambda _: False)
+    found = multiplied_values(plan.graph, [])
     found -= exposed_values(plan.graph, wide, level.half, lookups)
     if level.half == np.float16:
         # One that may be a mask is held within float16's range, where it is applied.

@@ -184,6 +184,11 @@ def _takes_maximum(node: Node) -> bool:
     return node.name == "reduce_max" or any(e.primitive.name == "reduce_max" for e in inside)
 
 
+def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
+    """Returns the values that reach a product, in whatever dtype."""
+    return reaching(graph, outputs, holds_product, lambda _: False)
+
+
 def exposed_values(
     graph: Graph,
     outputs: Iterable[Value],
@@ -203,7 +208,7 @@ def exposed_values(
 
 def reads_numbers(node: Node, half: np.dtype) -> bool:
     """Returns whether a node is neither a half product, nor only moves what it reads."""
-    if node.region.in_float32 or node.is_in_full:
+    if node.region.in_float32:
         return True
     if is_low(node.equation):
         return not node.is_product or bool(why_not_lowered(node, half))

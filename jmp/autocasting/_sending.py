@@ -10,15 +10,18 @@ wait for ever for those that went another way. So products there are not float8.
 """
 
 import math
+from collections.abc import Set
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp._jax_compat import varying_axes
-from jmp.autocasting._facts import Facts, exposed_values, reaching
-from jmp.autocasting._graph import Node, Value, downstream
+from jmp.autocasting._facts import Facts, only_read_by
+from jmp.autocasting._graph import Carry, Graph, Node, Value, downstream, value_of
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._lowerings import Parts
+from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category
 
 WHY_SENT = "only products read it afterwards: rounded before it is sent"
@@ -30,20 +33,16 @@ WHY_IN_PARTS = f"{WHY_LOOKUP} on each device, and is rounded before devices add 
 
 def find_sent(level: Level) -> set[Node]:
     """Returns the neutral nodes that send parameters, or hand on what was sent, in half."""
-    graph, lookups = level.graph, level.facts.embeddings
-    if not any(map(sends, graph.nodes)):
-        return set()
-    multiplied = reaching(graph, [], lambda n: n.has_products or n in lookups, lambda _: False)
-    read_by_products = multiplied - exposed_values(graph, graph.outputs, level.half, lookups)
+    readers = level.graph, level.facts.embeddings, level.half
     found: set[Node] = set()
-    for node in graph.nodes:
+    for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
         is_full = node.rule.category is Category.FULL  # by the user's word
         if (
             (is_first or any(value.producer in found for value in node.inputs))
             and not is_full
             and level.facts.dependent.isdisjoint(node.outputs)
-            and all(v.is_float32 and v in read_by_products for v in node.outputs)
+            and all(v.is_float32 and _only_products_read(v, *readers) for v in node.outputs)
         ):
             found.add(node)
     return found
@@ -103,6 +102,34 @@ def asks_for_wide(product: Node, facts: Facts) -> bool:
         value.is_float32 and value not in facts.dependent and value.varies
         for value in product.inputs
     )
+
+
+def _only_products_read(value: Value, graph: Graph, lookups: Set[Node], half: np.dtype) -> bool:
+    """Returns whether products that are computed in half are all that reads a value of a level.
+
+    Args:
+      lookups: those of the level whose rows go to products.
+    """
+
+    def is_product(user: Node) -> bool:
+        if user.is_product:
+            return not why_not_lowered(user, half)
+        if user.goes_inside:
+            inner = [
+                _only_products_read(own, inside.graph, frozenset(), half)
+                for inside in user.insides
+                for argument, own in zip(inside.arguments, inside.inputs, strict=True)
+                if value_of(argument) is value and not isinstance(argument, Carry)
+            ]
+            # Fewer than operands: one of them is the carry of a loop.
+            return len(inner) >= user.inputs.count(value) and all(inner)
+        if user.name == "gather" and value is user.inputs[0]:  # rows go to a product
+            return user in lookups
+        is_full = user.rule.category is Category.FULL
+        hands_on = (user.rule.hands_on or user.rule.sends) and not is_full
+        return hands_on and all(_only_products_read(v, graph, lookups, half) for v in user.outputs)
+
+    return bool(value.users) and only_read_by(value, graph, is_product)
 
 
 def may_part(node: Node, choice: Any) -> bool:
