@@ -207,10 +207,10 @@ def _function_of(island: Island) -> Function:
 
 
 def _nodes_to_run(island: Island) -> list[Node]:
-    """Returns the nodes that the results need, in order: a rewrite may read less than its node."""
+    """Returns markers, and nodes that the results need: a rewrite may read less than its node."""
     found, needed = list[Node](), {write.value for write in island.writes}
     for node in reversed(island.nodes):
-        if not needed.isdisjoint(node.outputs):
+        if node.is_marker or not needed.isdisjoint(node.outputs):
             rewrite = island.rewrites.get(node)
             needed.update(node.inputs if rewrite is None else rewrite.reads)
             found.insert(0, node)
