@@ -142,7 +142,12 @@ RULES = [
     Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten.reads_inputs": lambda _: False}),
     Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
-    Rule("states of products are carried in half", {"kinds.scan.carried_in_half": _only_streams}),
+    Rule(
+        "states of products are carried in half",
+        dict.fromkeys(
+            ("kinds.scan.carried_in_half", "kinds.while_loop.carried_in_half"), _only_streams
+        ),
+    ),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
     *(

@@ -2,8 +2,9 @@
 
 `autocast(model.apply, policy)` gives a function that is called exactly as `model.apply` is, and
 runs under `jmp.autocast`: each product is half, forward and backward, whatever `dtype` the model's
-layers name; norms, softmax, sums and running statistics are float32. Rules name modules by path or
-by class: while the model is traced, Flax says which module is being called.
+layers name, unless a rule or `keep_dtypes` says otherwise; norms, softmax, sums and running
+statistics are float32. Rules name modules by path or by class: while the model is traced, Flax says
+which module is being called. `_module_policies` decides which parameters are those of a norm.
 
 `TrainState` skips a step atomically: parameters, optimizer state, batch statistics and step count
 move together or not at all. Its `replace(params=...)` lets masters follow: the next step, which
@@ -382,8 +383,11 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
     return dataclasses.replace(self, **updates)
 
 
+# Checkpoints.
+
+
 def _exchange_made_by_flax(cls: type[TrainState]) -> None:
-    """Exchanges the `replace`, and the way to restore a state, that Flax gives each class."""
+    """Gives a class our `replace` and our way to restore, in place of those that Flax makes."""
     cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
     register_for_export(cls)
     serialization.register_serialization_state(

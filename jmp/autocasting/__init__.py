@@ -1,6 +1,6 @@
 """Autocast: op-level mixed precision of any JAX function, by a transformation of its jaxpr.
 
-The way of a program, and the files in the order in which they build on each other:
+The way of a program, and the files that it comes through:
 
   - what each primitive requires: the op table (`_registry`); what the user asks for:
     `_request`, `_precision`;

@@ -214,12 +214,12 @@ def make_program(
     """Checks what `autocast` was given; None if the policy computes in float32.
 
     Args:
-      options: the other fields of `Settings`.
+      options: the arguments of `Settings` but for the policy.
     """
     if not callable(fun):
         expected = "a function, such as a loss"
         raise wrong(TypeError, "autocast", fun, expected, more=way_out(fun))
-    # Bound to its variables, inside another module, it can be called as it is.
+    # A module without variables. One that is bound to its own, inside another, can be called.
     if framework_of(fun) == "flax.linen" and getattr(fun, "scope", fun) is None:
         raise TypeError(
             f"autocast got the module {type(fun).__name__}, which has no variables by itself; "

@@ -63,7 +63,7 @@ WHY_ANGLE = "its result goes to a function that wraps, such as sin: large angles
 WHY_EXACT = (WHY_COUNTS, WHY_TABLE, WHY_ANGLE)
 
 WHY_SCALED = "a power of two from behind the product: there it might have overflowed"
-MOST = 4  # powers of two that an operand is divided by
+MOST_POWERS = 4  # of two, by which an operand is divided
 
 
 def why_exact(equation: JaxprEqn, operands: Sequence[Value]) -> str:
@@ -249,7 +249,7 @@ def _scaling_by(node: Node) -> _Scaling | None:
         if factor == 0 or not math.isfinite(factor):
             return None
         divisor = factor if is_quotient else 1 / factor
-        powers = min(2 * MOST, math.floor(math.log2(divisor)))
+        powers = min(2 * MOST_POWERS, math.floor(math.log2(divisor)))
         return _Scaling(node, place, powers) if powers > 0 else None
     return None
 
@@ -280,15 +280,16 @@ def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node
     read = [variable, Literal(number.literal, number.aval)]
     equation = scaling.equation.replace(invars=read, outvars=[variable])
     inputs = (product.inputs[side], number)
-    node = dataclasses.replace(
+    return dataclasses.replace(
         product,
         equation=equation,
         inputs=inputs,
         known=Known(provenance=provenance_of_results(equation, scaling.rule, inputs)),
         rule=dataclasses.replace(scaling.rule, reason=WHY_SCALED),
+        has_products=False,
+        is_in_full=False,
+        goes_inside=False,
     )
-    node.has_products = node.is_in_full = node.goes_inside = False
-    return node
 
 
 def _number_like(factor: Value, number: float) -> Value:

@@ -4,7 +4,8 @@
 `gradient_report` and `range_report` say what underflows or overflows. `compare` measures the error
 of a policy, `logprob_gap` how far training and generation lie apart. `find_float32` finds the
 scopes that must stay in float32 or out of float8. `metrics` and `check_skips` watch a training run.
-`find_nonfinite` names the operation that made a NaN.
+`find_nonfinite` names the operation that made a NaN. `memory_report` and `compare_memory` say what
+a training step keeps.
 """
 
 from jmp.diagnostics._comparison import Comparison, LogprobGap, compare, logprob_gap

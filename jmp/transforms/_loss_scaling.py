@@ -106,8 +106,8 @@ def with_loss_scale(
       inner: any optax transformation, or a `MultiSteps` object.
       loss_scale: the initial scale. `init` copies its arrays, so that it may be used again after
         the state was donated.
-      axis_name: mapped axes whose devices must agree on a skip; see `agreed`. The default finds
-        them under shard_map and pmap; () switches it off.
+      axis_name: mapped axes whose devices must agree on a skip: one of them alone would part from
+        the others. The default finds them under shard_map and pmap; () switches it off.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
 
@@ -131,6 +131,7 @@ def with_loss_scale(
 
     def init(params: optax.Params) -> WithLossScaleState:
         _check_not_masked(params)
+        # Only a state says which parameters have masters, and those are what `inner` must see.
         inner_state = optimizer.init(params)
         seen = _seen_by_inner(params, inner_state)
         if any(map(operator.is_not, jax.tree.leaves(seen), jax.tree.leaves(params))):
@@ -249,7 +250,8 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
     Raises:
       TypeError: `new` is not a loss scale, or `opt_state` is an optimizer and not its state.
       ValueError: the state holds no loss scale, or the optimizer's order is wrong, see
-        `check_optimizer_state`; or `new` is neither a single scale nor one for each member.
+        `check_optimizer_state`; or `new` is zero, or neither a single scale nor one for each
+        member.
 
     >>> import optax
     >>> from jmp import transforms
@@ -263,6 +265,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
             f"set_loss_scale got {described(new)} as the new scale; expected a loss scale such as "
             "jmp.torch_loss_scale(). The order is set_loss_scale(opt_state, new)."
         )
+    check_loss_scale(new, "set_loss_scale")
     if find_loss_scaling(opt_state) is None:
         raise ValueError(
             "set_loss_scale got an optimizer's state without a loss scale; expected that of "

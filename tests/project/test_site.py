@@ -24,7 +24,6 @@ MODULES = ["jmp", "jmp.transforms", "jmp.diagnostics", *ADAPTERS]
 # What a user's own primitives need (`autocast` and the warnings are in `jmp`), and what rules are.
 HOOKS = {f"jmp.autocasting.{name}" for name in ("Category", "Rule", "all_rules", "register_rule")}
 HOOKS |= {"jmp.rules"}
-INTERNAL = {"jmp.adapters.equinox.with_marked_modules"}  # jmp.diagnostics calls it
 
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 
@@ -37,7 +36,7 @@ def public_names(name):
         if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == name
         if not key.startswith("_")
     ]
-    return {f"{name}.{key}" for key in getattr(module, "__all__", own)} - INTERNAL
+    return {f"{name}.{key}" for key in getattr(module, "__all__", own)}
 
 
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():

@@ -1,4 +1,4 @@
-"""Equations that autocast goes inside, one file each; importing this package registers them."""
+"""Equations that autocast goes inside, by sort; importing this package registers them."""
 
 from jmp.autocasting.kinds import calls, custom_derivatives, scan, while_loop
 

@@ -80,7 +80,9 @@ def _reduces_long_rows(node: Node) -> bool:
 
 def _kept(node: Node) -> Rewrite:
     why = "one number a row, kept for the backward pass: the rows are not read again"
-    return Rewrite(why, node.inputs, functools.partial(_run_and_keep, node), KEPT_ROWS, True)
+    return Rewrite(
+        why, node.inputs, functools.partial(_run_and_keep, node), KEPT_ROWS, as_stored=True
+    )
 
 
 def is_long(length: Any) -> bool:
