@@ -8,6 +8,7 @@ from jax import lax
 
 import jmp
 from tests.commands import in_full
+from tests.errors import relative_error
 from tests.products import eye, half, ones
 
 HALVES = pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -357,3 +358,19 @@ def test_nothing_is_rounded_inside_a_float32_region():
     autocast = jmp.autocast(lambda x: jmp.full_precision(inside)(x @ x), "mixed_float16")
     entering = (x.astype(jnp.float16) @ x.astype(jnp.float16)).astype(jnp.float32)
     np.testing.assert_allclose(autocast(x), inside(entering), rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_slope_of_a_saturated_tanh_that_the_loss_differentiates_keeps_its_digits(dtype):
+    """One minus the square of a half number near one has no digits left."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    first, last = (jax.random.normal(key, (32, 32)) / 24 for key in keys[:2])
+    points = jax.random.normal(keys[2], (1024, 32))
+
+    def loss(first):
+        u = lambda x: jnp.tanh(x @ first + 5) @ last
+        along = jax.jvp(u, (points,), (jnp.ones_like(points),))[1]
+        return 1e9 * jnp.mean(along**2)
+
+    found = jax.grad(jmp.autocast(loss, f"mixed_{dtype}"))(first)
+    assert relative_error(found, jax.grad(loss)(first)) < 4 * jnp.finfo(dtype).eps

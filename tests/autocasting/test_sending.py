@@ -98,6 +98,12 @@ OTHERS = {
     ).mean(),
     "rows that no product reads": lambda w, x: loss(w, x) + w[jnp.arange(3)].sum(),
     "a product with precision": lambda w, x: jnp.dot(x @ x.T @ x, w, precision="highest").mean(),
+    "a repetition, whose derivative is a sum": lambda w, x: jnp.mean(
+        jnp.broadcast_to(w, (3, *w.shape)) @ x.T
+    ),
+    "a row in each turn": lambda w, x: lax.scan(
+        lambda _, i: (None, lax.dynamic_slice_in_dim(w, i, 1) @ x.T), None, jnp.arange(3)
+    )[1].mean(),
     "the carry of a loop": lambda w, x: loss(lax.fori_loop(0, 2, lambda _, w: w * 2, w), x),
 }
 
