@@ -10,6 +10,7 @@ import pytest
 
 import jmp
 from jmp.autocasting import all_rules
+from tests import quick
 
 PACKAGE = pathlib.Path(jmp.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -316,3 +317,9 @@ def test_sets_of_primitives_come_from_the_op_table(path):
             names = [item.value for item in node.elts if isinstance(item, ast.Constant)]
             listed = [name for name in names if isinstance(name, str) and name in known]
             assert len(listed) < 2, f"{path}:{node.lineno} lists {listed}: give them a trait"
+
+
+def test_each_file_of_the_package_has_a_list_of_quick_tests():
+    named = set(quick.listed())
+    files = {str(path.relative_to(ROOT)) for path in FILES}
+    assert named == files, "run: make quick-list"
