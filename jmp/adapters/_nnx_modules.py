@@ -306,7 +306,8 @@ def taken_apart(nodes: list[Any]) -> list[SplitModule]:
 
 
 def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
-    name = "/".join(map(str, path))
+    # A key of a dict with a slash in it stands in quotes: two Variables never share a name.
+    name = "/".join(repr(part) if "/" in str(part) else str(part) for part in path)
     return name if isinstance(variable, nnx.Param) else Untrained(name)
 
 

@@ -734,3 +734,13 @@ def test_a_skipped_step_moves_no_average_of_the_parameters():
     assert not jnp.array_equal(moved, kernel)
     step(model, average, optimizer, jnp.full((4, 2), jnp.inf))
     assert jnp.array_equal(average.kernel[...], moved) and int(optimizer.step[...]) == 1
+
+
+def test_keys_with_slashes_name_variables_of_their_own():
+    class Two(nnx.Module):
+        def __init__(self):
+            inner = nnx.Dict({"b": nnx.Param(jnp.ones(3))})
+            self.weights = nnx.Dict({"a/b": nnx.Param(jnp.ones(2)), "a": inner})
+
+    report = jmp.diagnostics.range_report(Two())
+    assert {row.path: row.size for row in report.rows} == {"weights/a/b": 3, "weights/'a/b'": 2}
