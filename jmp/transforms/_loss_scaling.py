@@ -106,8 +106,9 @@ def with_loss_scale(
       inner: any optax transformation, or a `MultiSteps` object.
       loss_scale: the initial scale. `init` copies its arrays, so that it may be used again after
         the state was donated.
-      axis_name: mapped axes whose devices must agree on a skip: a device that skips while others step
-        would have other parameters. The default finds them under shard_map and pmap; () switches it off.
+      axis_name: mapped axes whose devices must agree on a skip: a device that skips while others
+        step would have other parameters. The default finds them under shard_map and pmap; ()
+        switches it off.
 
     Returns: a transformation whose state is a `WithLossScaleState`.
 
