@@ -106,7 +106,9 @@ def bert(net, words, targets):
     keys = iter(jax.random.split(jax.random.key(0), 3 * net.layers))
 
     def dropout(x):
-        return jnp.where(jax.random.bernoulli(next(keys), 0.9, x.shape), x / 0.9, 0)
+        # A float32 probability: with a float64 one the reference would draw other masks.
+        kept = jax.random.bernoulli(next(keys), jnp.float32(0.9), x.shape)
+        return jnp.where(kept, x / 0.9, 0)
 
     x = net.norm(net.table(net.v, net.d)[words] + net.table(net.t, net.d))
     for _ in range(net.layers):
