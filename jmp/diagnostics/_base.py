@@ -15,14 +15,11 @@ from typing import Any, ClassVar, TypeVar
 import jax
 
 from jmp import _jax_compat, adapters
-from jmp._array_calls import is_trained
 from jmp._messages import check_function, described, framework_of, listed
 from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, Program, make_program, runs_late
-from jmp.dtypes import is_castable
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
-from jmp.trees import PyTree, stands_for_numbers
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -117,28 +114,8 @@ def split_arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[st
     return _nnx().split_modules((args, kwargs)) if "flax.nnx" in sys.modules else (args, kwargs)
 
 
-def trained_parameters(tree: PyTree) -> PyTree:
-    """Returns a tree of arguments with None for each leaf that an optimizer is not given.
-
-    These are the Variables of nnx modules that are no parameters, leaves of Equinox modules that
-    are no floating arrays, and all other leaves that are no arrays.
-    """
-
-    def trained(path: Any, part: Any) -> Any:
-        if _is_equinox(part):
-            floating = lambda x: x if stands_for_numbers(x) and is_castable(x.dtype) else None
-            return jax.tree.map(floating, part)
-        return part if stands_for_numbers(part) and is_trained(path) else None
-
-    return jax.tree_util.tree_map_with_path(trained, tree, is_leaf=_is_equinox)
-
-
 def _nnx() -> Any:
     return importlib.import_module("jmp.adapters._nnx_modules")
-
-
-def _is_equinox(value: Any) -> bool:
-    return framework_of(value) == "equinox"
 
 
 # Reports.

@@ -19,8 +19,8 @@ import optax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall, argument_numbers, cotangent, vjp_at
-from jmp._messages import wrong
+from jmp._array_calls import ArrayCall, argument_numbers, cotangent, is_trained, vjp_at
+from jmp._messages import framework_of, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
@@ -33,12 +33,12 @@ from jmp.diagnostics._base import (
     split_arguments,
     table,
     totals,
-    trained_parameters,
 )
 from jmp.diagnostics._walk import path_of, users_line
+from jmp.dtypes import is_castable
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
-from jmp.trees import PyTree, is_array
+from jmp.trees import PyTree, is_array, stands_for_numbers
 
 SHOWN = 20
 ARRAYS = ("module", "source", "operation", "dtype", "shape", "times", "size")
@@ -112,7 +112,7 @@ def memory_report(
         # As `jax.grad` gives gradients: a tuple for several arguments.
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         init = optimizer.init if optimizer else lambda params: ()
-        state = jax.eval_shape(init, trained_parameters(params))
+        state = jax.eval_shape(init, _trained(params))
 
         # The loss, and the arrays of what is not differentiated.
         def loss(*arrays: Any) -> tuple[Any, list[Any]]:
@@ -153,6 +153,25 @@ def _frozen_positions(
         expected = "arguments that are not among argnums: a trained one is not frozen"
         raise wrong(ValueError, "memory_report", frozen, expected, name="frozen")
     return positions
+
+
+def _trained(tree: PyTree) -> PyTree:
+    """Returns a tree of arguments with None for each leaf that an optimizer is not given.
+
+    These are the Variables of nnx modules that are no parameters, leaves of Equinox modules that
+    are no floating arrays, and all other leaves that are no arrays.
+    """
+
+    def is_equinox(part: Any) -> bool:
+        return framework_of(part) == "equinox"
+
+    def trained(path: Any, part: Any) -> Any:
+        if is_equinox(part):
+            floating = lambda x: x if stands_for_numbers(x) and is_castable(x.dtype) else None
+            return jax.tree.map(floating, part)
+        return part if stands_for_numbers(part) and is_trained(path) else None
+
+    return jax.tree_util.tree_map_with_path(trained, tree, is_leaf=is_equinox)
 
 
 @dataclasses.dataclass(frozen=True)

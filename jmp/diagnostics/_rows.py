@@ -249,7 +249,7 @@ SHARE = 0.01
 def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iterator[str]:
     """Yields the hazards of a plan, in the order of a report; operations and rows are its own."""
     half = str(plan.request.settings.compute_dtype)
-    yield from delicate_in_half(added_up(rows, with_repeated=True))
+    yield from in_the_wrong_dtype(added_up(rows, with_repeated=True))
     yield from lost_digits(plan, half)
     yield from in_other_half(rows, half)
     yield from dear_in_float32(rows)
@@ -259,7 +259,7 @@ def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iter
     yield from no_float8(rows)
 
 
-def delicate_in_half(rows: list[Row]) -> Iterator[str]:
+def in_the_wrong_dtype(rows: list[Row]) -> Iterator[str]:
     """Yields a sentence for each sum or exponential in half, and for each product in float32."""
     for row in rows:
         in_half = row.dtype_in in HALVES
