@@ -237,3 +237,9 @@ def test_numbers_of_python_and_numpy_in_a_state_stay_as_they_are():
     found = tx.init({"w": jnp.ones(2)}).inner_state
     assert [type(found[name]) for name in ("rate", "table")] == [float, np.ndarray]
     assert own["weak"].weak_type and not found["weak"].weak_type
+
+
+def test_a_scale_of_zero_is_refused_in_a_state_too():
+    state = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(8.0)).init(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"^StaticLossScale\(0\) multiplies every gradient"):
+        transforms.set_loss_scale(state, jmp.StaticLossScale(0))
