@@ -144,11 +144,12 @@ def is_jit(equation: core.JaxprEqn) -> bool:
 
 def is_plain_call(equation: core.JaxprEqn) -> bool:
     """Returns whether an equation calls a function that may be inlined: it pins nothing down."""
-    is_plain = equation.primitive.name in PLAIN_CALLS
-    if equation.effects or not (is_plain or is_jit(equation)):
+    if equation.effects:
         return False
-    if is_plain:
+    if equation.primitive.name in PLAIN_CALLS:
         return True
+    if not is_jit(equation):
+        return False
     params = equation.params
     layouts = (*params["in_layouts"], *params["out_layouts"])
     shardings = {*map(type, params["in_shardings"]), *map(type, params["out_shardings"])}

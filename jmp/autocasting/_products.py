@@ -37,11 +37,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp.autocasting._facts import (
-    compared_values,
-    reaching,
-    read_otherwise_values,
-)
+from jmp.autocasting._facts import compared_values, reaching, read_otherwise_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import (
