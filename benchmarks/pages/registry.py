@@ -38,7 +38,7 @@ SOURCES = {
     "actor_critic": _example("actor_critic"),
     "data_parallel": _example("data_parallel"),
     "memory": _example("memory"),
-    "grpo": _example("grpo", " --compare --seeds 5 --checkpoint-dir runs/g"),
+    "grpo": _example("grpo", " --compare --seeds 5"),
     "overflow": _example("find_overflow"),
     "ranges": _example("inspect_ranges"),
     "recipes": _suite("compiled"),

@@ -13,7 +13,6 @@ import pytest
 import benchmarks.run
 from benchmarks import gpu_parts, models, pairing, programs, targets, worker
 from benchmarks.pages import measured as measured_page
-from benchmarks.pages import recipes as recipes_page
 from benchmarks.pages import wire as wire_page
 from benchmarks.pages.registry import FIGURES, read
 from benchmarks.pairing import paired
@@ -52,26 +51,6 @@ def test_a_step_returns_a_state_like_the_one_it_got(recipe, workload):
     for new, old in zip(jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True):
         assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type)
     assert loss is None or loss.dtype == np.float32
-
-
-@pytest.mark.full
-def test_recipes_start_from_the_same_loss():
-    (workload,) = (row for row in WORKLOADS if row.name == "gpt2")
-    trainings = {
-        recipe.name: recipe.make(workload)
-        for recipe in RECIPES
-        if recipe.training and not (recipe.package or recipe.needs_cudnn)
-    }
-
-    # One program gives the losses of all: most of the time goes into compiling.
-    @jax.jit
-    def first_losses(key, batch):
-        return {name: made.step(made.init(key), batch)[1] for name, made in trainings.items()}
-
-    with jax.numpy_rank_promotion("allow"):
-        losses = first_losses(jax.random.key(0), workload.batch(jax.random.key(1)))
-    for name, loss in losses.items():
-        assert float(loss) == pytest.approx(float(losses["float32"]), rel=1e-3), name
 
 
 def test_the_models_attend_alike_with_cudnn(monkeypatch):
@@ -138,28 +117,6 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on():
     # Every ratio is to the baseline: without it there is none.
     results = paired({"by-hand": failing_at(3), "ours": steady}, None, "by-hand", rounds=8)
     assert results["ours"] == results["by-hand"] == error
-
-
-MACHINE = dict.fromkeys(
-    ("device", "driver", "platform_version", "python", "jax", "jaxlib", "flax", "optax"), "1.0"
-)
-RATES = ("float16_flops", "tf32_flops", "float32_flops", "bytes")
-CEILINGS = {f"{rate}_per_second": 1.0 for rate in RATES}
-
-
-def of_gpt2(recipes):
-    """Returns results of the recipes of one workload, as a suite writes them."""
-    workloads = {"gpt2": {"title": "GPT-2", "recipes": recipes}}
-    return {"machine": MACHINE, "ceilings": CEILINGS, "workloads": workloads}
-
-
-def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
-    failed, found = {"error": "out of memory"}, {"seconds": 1.0, "ratio": 1.0, "bytes_moved": 1}
-    for rows in ({"by-hand": failed, "adapter": failed}, {"by-hand": found, "adapter": failed}):
-        for section in (measured_page.cpu(of_gpt2(rows)), measured_page.gpu(of_gpt2(rows))):
-            assert "ours: adapter: not run: out of memory" in section
-    page = recipes_page.steps(of_gpt2({"by-hand": failed}))
-    assert "by hand, dynamic loss scaling: not run: out of memory" in page
 
 
 def test_a_rehearsal_of_the_parts_writes_what_their_page_reads(results_of, monkeypatch):

@@ -33,11 +33,6 @@ def test_a_section_names_what_was_read_for_it_at_a_fixed_state(section):
         assert re.search(rf"^\[{name}\]: https://\S+/blob/[0-9a-f]{{40}}/\S+$", PAGE, re.M), name
 
 
-def test_a_source_at_the_foot_of_the_page_is_linked_to():
-    for source in re.findall(r"^\[([\w-]+)\]: ", PAGE, re.M):
-        assert f"][{source}]" in PAGE, source
-
-
 # Overflows at the start, single and in pairs, and after the scale has grown twice.
 OVERFLOWS = (0, 1, 2, 700, 2300, 2301, 6600, 6602)
 FINITE = np.isin(np.arange(9000), OVERFLOWS, invert=True)

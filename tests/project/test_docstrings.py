@@ -57,13 +57,6 @@ def test_a_method_or_property_of_a_public_class_has_a_docstring(value):
     assert inspect.getdoc(value)
 
 
-@pytest.mark.parametrize("value", [p for p in NAMES + MEMBERS if inspect.isroutine(p.values[0])])
-def test_a_public_function_of_several_arguments_lists_them(value):
-    function = inspect.unwrap(value)
-    if len(inspect.signature(function).parameters.keys() - {"self"}) > 2:
-        assert "Args:" in inspect.getdoc(function)
-
-
 def raises_section(words, followed=()):
     """Returns what a docstring says after "Raises", and what the names it refers to say there."""
     pattern = r"\bRaises\b.*?(?=\n\s*\n|\n?\s*Warns:|\Z)"

@@ -8,7 +8,6 @@ import functools
 import http.server
 import importlib
 import inspect
-import os
 import re
 import shutil
 import threading
@@ -17,7 +16,9 @@ import pytest
 
 import jmp
 from testbed import ROOT
+from tests.commands import skip_or_fail
 
+REQUIRED = "JMP_REQUIRE_BROWSER"
 DOCS, SITE = ROOT / "docs", ROOT / "site"
 ADAPTERS = [f"jmp.adapters.{name}" for name in ("linen", "nnx", "equinox", "haiku")]
 MODULES = ["jmp", "jmp.transforms", "jmp.diagnostics", *ADAPTERS]
@@ -46,12 +47,6 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference():
     assert set(listed) == HOOKS.union(*map(public_names, MODULES))
 
 
-def skip(reason):
-    if os.environ.get("JMP_REQUIRE_BROWSER"):
-        pytest.fail(f"JMP_REQUIRE_BROWSER is set, but {reason}")
-    pytest.skip(reason)
-
-
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args):
         pass
@@ -62,10 +57,10 @@ def browser():
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        skip("playwright is not installed: pip install -e '.[docs]'")
+        skip_or_fail("playwright is not installed: pip install -e '.[docs]'", REQUIRED)
     found = [path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))]
     if not found:
-        skip("there is no Chromium, such as that of `apt-get install chromium`")
+        skip_or_fail("there is no Chromium, as of `apt-get install chromium`", REQUIRED)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found[0], args=["--no-sandbox"])
         yield browser
@@ -77,9 +72,9 @@ def site():
     """The address of the built site, served from this machine."""
     index = SITE / "index.html"
     if not index.exists():
-        skip("there is no site: `make docs` builds it")
+        skip_or_fail("there is no site: `make docs` builds it", REQUIRED)
     if any(path.stat().st_mtime > index.stat().st_mtime for path in DOCS.rglob("*.md")):
-        skip("the site is older than a page of docs/: `make docs` builds it")
+        skip_or_fail("the site is older than a page of docs/: `make docs` builds it", REQUIRED)
     handler = functools.partial(Quiet, directory=SITE)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -127,6 +122,8 @@ WORDS = {
     "checks#find-what-made-a-nan": "nan, inf",
     "checks#find-what-underflows": "overflow, underflow, subnormal, range",
     "checks#the-run-metrics-and-check_skips": "skipped step, tensorboard, check_skips, metrics",
+    "checks#the-exceptions-find_float32": "find_float32",
+    "comparison": "comparison",
     "coming_from": "pytorch, torch.amp, torch.autocast, keras",
     "coming_from#apex": "apex, o1, o2, opt level, fp16_optimizer, fp16",
     "coming_from#deepminds-jmp-and-haiku": "hk.mixed_precision",

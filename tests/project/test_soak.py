@@ -1,13 +1,11 @@
 """The long checks: how they are run and written down, and that a fault would be seen."""
 
 import json
-import types
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import benchmarks.soak.__main__ as soak
 from benchmarks.processes import ROOT
 from benchmarks.soak import faults, kills
 from testbed.mistakes import MISTAKES
@@ -45,30 +43,6 @@ def test_a_training_that_ends_elsewhere_in_one_bit_is_a_fault(example, tmp_path)
     assert faults(expected) == []
     assert faults(other) == [f"{training}['w']" for training in example.trainings]
     assert faults(losses) == ["0: loss"]
-
-
-def check_of(passed):
-    """A check that needs no time."""
-    options = lambda parser: parser.add_argument("--times", type=int, default=3)
-    run = lambda arguments, console: {"passed": passed, "times": arguments.times}
-    return types.SimpleNamespace(__doc__="Does nothing.", add_options=options, run=run)
-
-
-def test_a_check_replaces_its_own_results_and_keeps_those_of_the_others(monkeypatch, tmp_path):
-    output = tmp_path / "soak.json"
-    output.write_text(json.dumps({"older": {"passed": True}}))
-    monkeypatch.setattr(soak, "CHECKS", {"good": check_of(True), "bad": check_of(False)})
-    soak.main([f"--output={output}", "good", "--times=5"])
-    found = json.loads(output.read_text())
-    assert found["older"] == {"passed": True} and found["good"]["times"] == 5
-    assert set(found["good"]["versions"]) == set(soak.VERSIONS)
-    with pytest.raises(SystemExit, match="bad: a fault was found"):
-        soak.main([f"--output={output}"])  # all of them, by their defaults
-    found = json.loads(output.read_text())
-    assert found["good"]["times"] == found["bad"]["times"] == 3
-    output.write_text("")
-    with pytest.raises(SystemExit, match="is no JSON.*delete it, or give another --output"):
-        soak.main([f"--output={output}"])
 
 
 def test_no_kill_left_a_training_that_ends_elsewhere():
