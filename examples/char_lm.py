@@ -13,7 +13,6 @@ Two precisions are called equivalent here if the whole interval lies within `--m
 Writes `char_lm.json` and `char_lm.svg` into the output folder.
 """
 
-import argparse
 import functools
 import pathlib
 import sysconfig
@@ -79,7 +78,7 @@ def load_text(characters: int = 1_000_000) -> tuple[np.ndarray, int]:
     return numbers.astype(np.int32), len(kinds)
 
 
-def batches(text: np.ndarray, arguments: argparse.Namespace, seed: int = 0) -> np.ndarray:
+def batches(text: np.ndarray, arguments: Any, seed: int = 0) -> np.ndarray:
     """Returns int32[steps, batch, length + 1]: random windows of the text, alike for all runs."""
     starts = np.random.default_rng(seed).integers(
         0, len(text) - arguments.length - 1, (arguments.steps, arguments.batch_size)
@@ -136,7 +135,7 @@ def train(policy: str, setup: Any, tick: Any) -> dict[str, Any]:
     }
 
 
-def windows(text: np.ndarray, arguments: argparse.Namespace) -> np.ndarray:
+def windows(text: np.ndarray, arguments: Any) -> np.ndarray:
     """Returns the text as int32[batches, batch, length + 1], without overlap; the rest is cut."""
     shape = (-1, arguments.batch_size, arguments.length + 1)
     return text[: len(text) // np.prod(shape[1:]) * np.prod(shape[1:])].reshape(shape)

@@ -13,7 +13,6 @@ initial weights and batches.
 Writes `digits.json` and `digits.svg` into the output folder.
 """
 
-import argparse
 import functools
 import math
 import pathlib
@@ -97,7 +96,7 @@ PRECISIONS = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Any:
     arguments = parse_options(
         __doc__,
         epochs=20,
@@ -166,9 +165,7 @@ def accuracy(state: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
 
 
-def run(
-    precision: str, arguments: argparse.Namespace, parts: Any, progress: Progress
-) -> dict[str, Any]:
+def run(precision: str, arguments: Any, parts: Any, progress: Progress) -> dict[str, Any]:
     """Trains every seed in one precision; returns everything measured, as plain numbers."""
     steps = min(len(train_images) for train_images, *_ in parts) // arguments.batch_size
     task = progress.add_task(precision, total=len(parts) * arguments.epochs * steps)

@@ -11,7 +11,6 @@ run if skipping does not end. The data is scikit-learn's set of 1797 handwritten
 Writes `log_metrics.csv`, `log_metrics.json` and `log_metrics.svg` into the output folder.
 """
 
-import argparse
 import csv
 import pathlib
 from typing import Any
@@ -45,7 +44,7 @@ def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, float]]:
+def train(arguments: Any, path: pathlib.Path) -> list[dict[str, float]]:
     """Trains and writes a line for each step; returns the lines."""
     images, labels = load_images()
     generator = np.random.default_rng(0)

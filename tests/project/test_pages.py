@@ -31,15 +31,6 @@ def test_a_figure_that_is_not_the_files_is_written_anew():
         pages.rewritten("<!-- from char_lm/loss --><!-- end -->")
 
 
-def test_a_table_is_indented_as_its_mark():
-    page = "- a list\n\n  <!-- from rules/cost --><!-- end -->\n\n- goes on\n"
-    lines = pages.rewritten(page).split("\n")
-    rows = [line for line in lines if "|" in line]
-    assert len(rows) > 10 and all(line.startswith("  |") for line in rows)
-    assert lines[lines.index(rows[-1]) + 2] == "  <!-- end -->"
-    assert pages.rewritten(pages.rewritten(page)) == pages.rewritten(page)
-
-
 def test_every_file_of_figures_is_there_and_named_with_its_command():
     assert all((ROOT / row.file).exists() and row.command for row in registry.SOURCES.values())
     for name in registry.FIGURES:
