@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from benchmarks.float8_convolutions import single_products
 from testbed.machines.float8_steps import (
     PAIR,
     TWO_MLPS,
@@ -57,6 +58,13 @@ def test_of_a_gpt_three_products_run_in_float8_for_each_that_is_eligible():
 LAYERS = float32(4, 1024, 4096), float32(4, 4096, 1024)
 
 
+def rematted(params, x):
+    body = jax.checkpoint(lambda x, w: (layer(x, w), None), prevent_cse=False)
+    # Behind a product the loop carries half, which feeds the next turn.
+    x = layer(x, jax.tree.map(lambda w: w[0], params))
+    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+
 def test_what_a_scan_keeps_is_float8_in_its_program():
     found, (moved, temp, _) = compiled(scanned, LAYERS, float32(8192, 1024))
     assert found == (6, 0)
@@ -69,6 +77,47 @@ def test_functions_and_cotangents_between_products_are_written_in_float8():
     found, (moved, temp, _) = compiled(*TWO_MLPS)
     assert found == (4 * 3 - 1, 3)  # no gradient of the first input is taken
     assert moved <= 0.99 and temp <= 0.82
+
+
+@pytest.mark.full
+def test_what_a_remat_computes_again_is_float8():
+    found, _ = compiled(rematted, LAYERS, float32(8192, 1024))
+    # In the loop the first product runs twice; the gradient of the second does not need its result.
+    # Before it stand two products: the second has two gradients, the first its matrix's.
+    assert found == (7 + 5, 0)
+
+
+@pytest.mark.full
+def test_gradients_of_single_examples_are_float8():
+    def loss(params, x):
+        return jnp.mean((layer(jnp.tanh(x @ params[2]), params)) @ params[3])
+
+    params = (float32(512, 1024), float32(1024, 512), float32(512, 512), float32(512, 512))
+    grads = jax.vmap(jax.grad(jmp.autocast(loss, "mixed_float8")), (None, 0))
+    program = compile_for_h200(grads, params, float32(4, 1024, 512))
+    # The first one's operand is an input, of which no gradient is taken; the head has two.
+    assert products(program) == (2 + 3 + 3, 2)
+
+
+@pytest.mark.full
+def test_products_that_share_a_factor_are_not_joined(small_is_float8):
+    def loss(params, x):
+        w, v = params
+        # One factor under three shapes, and one matrix twice.
+        a, b = x @ w, x.reshape(4, 64, 256) @ v
+        return jnp.mean((jnp.tanh(a) @ w * (jnp.tanh(b).reshape(256, 256) @ w)) @ v)
+
+    params = float32(256, 256), float32(256, 256)
+    gradient = jax.grad(jmp.autocast(loss, "mixed_float8"))
+    float8, others = products(compile_for_h200(gradient, params, float32(256, 256)))
+    assert float8 == 2 * 2 + 2 * 3 and others <= 3
+
+
+@pytest.mark.full
+def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
+    """This is why autocast leaves convolutions alone. The input's has a float8 form of its own."""
+    found = [row[1] for row in single_products("3 x 3")]
+    assert found == ["f8e4m3fn", "bf16", "f8e4m3fn", "bf16", "f8e4m3fn"]
 
 
 @pytest.mark.full

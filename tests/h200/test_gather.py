@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, h200s, wire
+from tests.products import convolved
+from tests.sharding import gpt
 
 SHAPES = [(256, 512), (512, 256)]  # 1 MiB in float32
 pytestmark = pytest.mark.usefixtures("h200")  # skips without a compiler
@@ -143,3 +145,43 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
     sent = [(s.kind, s.dtype, s.elements) for s in wire(program.text) if s.elements > 128 * 256]
     shard = 256 * 512 // 2
     assert sorted(sent) == [("all-gather", "f16", shard)] * 2 + [("all-to-all", "f16", shard)] * 2
+
+
+def gpt_step(mesh, gathered):
+    shapes = gpt.shapes(layers=4, width=256, words=2048)
+    is_shape = lambda node: isinstance(node, tuple)
+    params = jax.tree.map(
+        lambda shape, spec: at(mesh, shape, spec), shapes, gpt.SPECS, is_leaf=is_shape
+    )
+    tokens = at(mesh, (64, 257), P("data"), jnp.int32)
+    loss = lambda params, tokens: gpt.loss_of(params, tokens, lambda w: gathered(w, "data"))
+    return loss, (params, tokens), gpt.SPECS
+
+
+def convolutions(mesh, gathered):
+    spec = P(None, None, None, "data")
+
+    def loss(kernels, x):
+        for kernel in gathered(kernels, spec):
+            x = jax.nn.relu(convolved(x, kernel))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    kernels = [at(mesh, (3, 3, 480, 480), spec)] * 4
+    return loss, (kernels, at(mesh, (256, 16, 16, 480), P("data"), jnp.float16)), [spec] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [gpt_step, convolutions])
+def test_models_send_and_hold_no_more_than_with_half_sums(make):
+    mesh = h200s({"data": 8})
+
+    def program(reduce_dtype):
+        gathered = lambda w, by: jmp.gather_params(w, by, "float16", reduce_dtype)
+        loss, arguments, specs = make(mesh, gathered)
+        places = {"in_specs": (specs, P("data")), "out_specs": specs}
+        return compile_for_placed(jax.shard_map(jax.grad(loss), mesh=mesh, **places), *arguments)
+
+    half, exchanged = program(None), program("float32")
+    received = lambda program: sum(sent.bytes for sent in wire(program.text))
+    assert received(exchanged) <= 1.02 * received(half)
+    assert_as_lean(exchanged, half)

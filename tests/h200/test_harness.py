@@ -1,9 +1,12 @@
 """The harness counts what it says: first on programs written out, then on compiled ones."""
 
+import importlib.metadata
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
@@ -11,6 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from testbed.machines import loops
 from testbed.machines.gpus import Program, as_if_cudnn
 from testbed.machines.hlo import array_bytes, count, parse_instruction
+from tests.h200 import fixture
 from tests.h200.fixture import spec
 
 # The reader, which needs no compiler.
@@ -157,6 +161,20 @@ def test_a_text_without_an_entry_is_refused():
         count("HloModule empty")
 
 
+# The fixture.
+
+
+def test_an_environment_without_the_compiler_gets_a_reason(monkeypatch):
+    monkeypatch.setattr(fixture, "COMPILER_WHEEL", "no-such-wheel-as-this")
+    monkeypatch.setattr(fixture, "PINNED_JAXLIB", importlib.metadata.version("jaxlib"))
+    assert "pip install no-such-wheel-as-this==" in fixture.reason_to_skip()
+
+
+def test_another_compiler_version_gets_a_reason(monkeypatch):
+    monkeypatch.setattr(fixture, "PINNED_JAXLIB", "0.0.1")
+    assert "the H200 figures are those of 0.0.1" in fixture.reason_to_skip()
+
+
 # As if there were cuDNN.
 
 
@@ -164,16 +182,26 @@ def attend(query, key, value):
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
+def attend_or(query, key, value):
+    """As a function that looks at the machine while it is traced."""
+    try:
+        return attend(query, key, value)
+    except RuntimeError:
+        return query
+
+
 def test_attention_traced_as_if_there_were_cudnn_does_not_change_it_elsewhere():
     if cudnn_attention.cuda_versions is not None:
         pytest.skip("JAX knows this machine's version of cuDNN")
-    with_cudnn = jax.jit(attend)
+    with_cudnn, without = jax.jit(attend), jax.jit(attend_or)
     heads = (spec(2, 8, 1, 8, dtype=jnp.float16),) * 3
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cuDNN is not detected"):
             with_cudnn.trace(*heads)
+        assert "attention" not in str(without.trace(*heads).jaxpr)
         with as_if_cudnn():
-            assert "dot_product_attention_fwd" in str(with_cudnn.trace(*heads).jaxpr)
+            for function in (with_cudnn, without):
+                assert "dot_product_attention_fwd" in str(function.trace(*heads).jaxpr)
 
 
 # Compiled programs.
@@ -221,6 +249,28 @@ def test_a_sum_of_two_arrays_moves_twelve_bytes_an_element_in_one_kernel(h200):
     )
 
 
+def test_arrays_stand_for_their_shapes_and_pytrees_are_taken(h200):
+    tree = {"a": np.ones(8, np.float32), "b": jnp.ones(8)}
+    program = h200(lambda tree: tree["a"] + tree["b"], tree)
+    assert program.bytes_moved == 3 * 8 * 4
+
+
+def test_a_donated_update_copies_nothing(h200):
+    tree = [spec(64, 64), spec(64)]
+    program = h200(
+        lambda parameters, gradients: jax.tree.map(lambda p, g: p - 0.1 * g, parameters, gradients),
+        tree, tree, donate_argnums=0,
+    )  # fmt: skip
+    assert "may-alias" in program.text
+    assert (program.kernels, program.copies) == (2, 0)
+    assert program.bytes_moved == 12 * (64 * 64 + 64)
+
+
+def test_an_argument_returned_as_it_came_is_a_copy_unless_donated(h200):
+    assert h200(lambda x: x, spec(8)).copies == 1
+    assert h200(lambda x: x, spec(8), donate_argnums=0).copies == 0
+
+
 def test_a_conditional_shows_and_its_costliest_branch_counts(h200):
     program = h200(
         lambda which, x: lax.cond(which, lambda x: x @ x, lambda x: x + 1, x),
@@ -234,6 +284,15 @@ def test_a_conditional_shows_and_its_costliest_branch_counts(h200):
 @pytest.mark.parametrize("name", loops.LOOPS)
 def test_a_loop_of_n_turns_counts_n_times_its_body(h200, name):
     loops.check([loops.counted("h200", name, turns) for turns in loops.TURNS])
+
+
+def test_a_loop_until_a_condition_holds_counts_one_turn_and_says_so(h200):
+    def double(x):
+        return lax.while_loop(lambda x: x.sum() < 10, lambda x: jnp.sin(x) * 2, x)
+
+    program = h200(double, spec(1000))
+    assert program.loops_of_unknown_turns == 1
+    assert program.bytes_moved < 100_000
 
 
 def test_slices_behind_a_cast_are_read_alone_and_once():
@@ -266,6 +325,47 @@ def test_a_gather_behind_arithmetic_reads_what_it_takes(h200):
 
     program = h200(logarithms, spec(64, 30000), spec(64, dtype=jnp.int32))
     assert program.bytes_moved < 1.1 * 64 * 30000 * 4  # read once, for maxima and sums
+
+
+def test_a_turn_reads_one_slice_of_a_stack_and_writes_one(h200):
+    scanned = lambda x, stack: lax.scan(lambda x, w: (x * w, x), x, stack)
+    program = h200(scanned, spec(1024), spec(64, 1024))
+    row = 1024 * 4
+    # A product reads two rows and writes one, a copy reads one and writes one; the stack is filled
+    # with zeros before.
+    assert program.bytes_moved == pytest.approx((64 * (3 + 2) + 64) * row, rel=0.02)
+
+
+def test_a_lookup_reads_the_rows_it_takes(h200):
+    look_up = lambda table, rows: table.at[rows].get(mode="promise_in_bounds")
+    program = h200(look_up, spec(50_000, 64), spec(8, dtype=jnp.int32))
+    assert program.bytes_moved == 2 * 8 * 64 * 4 + 8 * 4
+
+
+@pytest.mark.full
+def test_an_update_under_a_conditional_copies_what_it_would_replace(h200):
+    """With a select an Adam update moves 28 bytes a parameter (tests/h200/test_update_step.py)."""
+    optimizer = optax.adam(1e-3)
+    parameters = [spec(640, 1024)] * 4
+    gradients = [spec(640, 1024, dtype=jnp.float16)] * 4
+    state = jax.eval_shape(optimizer.init, parameters)
+
+    def update(parameters, state, gradients):
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        with jax.numpy_dtype_promotion("standard"):  # Optax mixes Python and integer scalars
+            updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    def step(parameters, state, gradients):
+        finite = jnp.stack([jnp.isfinite(g).all() for g in gradients]).all()
+        return lax.cond(finite, update, lambda p, s, g: (p, s), parameters, state, gradients)
+
+    program = h200(step, parameters, state, gradients, donate_argnums=(0, 1))
+    size = 4 * 640 * 1024
+    # Parameters and moments are copied, and held twice.
+    assert program.conditionals == 1
+    assert program.bytes_moved / size == pytest.approx(52, abs=0.01)
+    assert program.temp_bytes / size == pytest.approx(12, abs=0.1)
 
 
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])

@@ -44,6 +44,14 @@ def test_of_a_large_product_the_operations_decide(h200):
     assert modelled_limit(program.text) == pytest.approx(limit)
 
 
+def test_of_a_product_with_few_rows_the_bytes_decide(h200):
+    program = h200(jnp.matmul, half(8, 4096), half(4096, 8192))
+    moved = 2 * (8 * 4096 + 4096 * 8192 + 8 * 8192)
+    assert moved * BYTE > 2 * 8 * 4096 * 8192 * HALF
+    assert modelled_limit(program.text)["bytes"] == pytest.approx(moved * BYTE)
+    assert operations(program) == [2 * 8 * 4096 * 8192]
+
+
 def test_of_a_fusion_the_bytes_decide_and_each_kernel_is_launched(h200):
     program = h200(lambda a, b: (jnp.tanh(a), jnp.tanh(b)), half(1000), half(10, 10))
     limit = modelled_limit(program.text)
@@ -58,6 +66,12 @@ def test_float32_products_are_those_of_tf32_unless_they_are_exact(h200, precisio
     matrix = spec(4096, 4096)
     limit = modelled_limit(h200(product, matrix, matrix).text)
     assert limit["operations"] == pytest.approx(2 * 4096**3 * rate)
+
+
+def test_a_batch_of_products_is_as_many_products(h200):
+    products = lambda a, b: jnp.einsum("bmk,bnk->bmn", a, b)
+    program = h200(products, half(6, 128, 64), half(6, 256, 64))
+    assert operations(program) == [2 * 6 * 128 * 256 * 64]
 
 
 def test_a_strided_convolution_and_its_gradients_take_as_many_operations(h200):

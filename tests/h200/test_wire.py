@@ -67,6 +67,12 @@ def test_an_asynchronous_pair_counts_what_comes_out_once(shape, kind, expected):
     assert {s.kind for s in sent} == {kind}
 
 
+def test_an_asynchronous_computation_counts_once():
+    start = "%start = ((f32[8]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%inner"
+    done = "%done = f32[64]{0} async-done(%start)"
+    assert [s.bytes for s in wire(program(start, done, others=LOOPS))] == [224]
+
+
 @pytest.mark.parametrize(
     ("groups", "devices"),
     [
@@ -128,6 +134,24 @@ def test_what_is_received_is_chosen_by_kind_and_dtype():
 
 
 # Compiled programs whose wire is known.
+
+
+@pytest.mark.parametrize("turns", [1, 6])
+def test_an_all_gather_in_a_scan_counts_once_a_turn(h200, turns):
+    mesh = h200s({"data": 8})
+    stack = spec(turns, 64, 64, sharding=NamedSharding(mesh, P(None, "data")))
+    x = spec(64, 64, sharding=NamedSharding(mesh, P("data")))
+
+    def scanned(stack, x):
+        def turn(x, weight):
+            return jnp.tanh(x @ lax.all_gather(weight, "data", tiled=True)), None
+
+        return lax.scan(turn, x, stack)[0]
+
+    places = {"in_specs": (P(None, "data"), P("data")), "out_specs": P("data")}
+    sent = wire(compile_for_placed(jax.shard_map(scanned, mesh=mesh, **places), stack, x).text)
+    assert {(s.kind, s.dtype) for s in sent} == {("all-gather", "f32")}
+    assert received(sent) * MIB == turns * 4 * 64 * 64 * 7 / 8
 
 
 def test_two_axes_of_a_mesh_are_counted_apart(h200):
@@ -201,6 +225,12 @@ def test_float32_and_by_hand_send_what_a_ring_needs(h200, case, variant):
     assert received(sent) == pytest.approx(sum(needed.values()), rel=0.01)
 
 
+def test_without_a_barrier_a_constraint_moves_three_of_four_weights_before_their_cast(h200):
+    sent = sent_by("fsdp-constraint", "by-hand")
+    assert received(sent, "all-gather", "f32") == pytest.approx(0.75 * 4 * LAYERS * 7 / 8 / MIB)
+    assert received(sent, "all-gather", "f16") == pytest.approx(0.25 * 2 * LAYERS * 7 / 8 / MIB)
+
+
 # What a step by hand needs, autocast sends. In shard_map AD's own sum of the gradient of what is
 # the same on all devices is float32.
 IN_ANOTHER_WAY = ("dp-shard-map", "dp-psum")
@@ -248,6 +278,17 @@ def test_with_float32_reduction_autocast_sends_half_and_adds_up_in_float32(h200,
     assert received(sent) <= 1.03 * sum(needed.values())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["autocast", "autocast-f32"])
+def test_with_tensor_parallelism_no_weight_is_gathered_whole(h200, variant):
+    sent = [s for s in sent_by("gpt-fsdp-tp", variant) if s.kind == "all-gather"]
+    gathered = {s.elements for s in sent if s.dtype in ("f16", "f32")}
+    # Half of a weight has the size of no other weight, and of no activation.
+    qkv, out, up = (128 * columns for columns in (3 * 128, 128, 4 * 128))
+    assert {qkv // 2, out // 2, up // 2} <= gathered
+    assert not {qkv, out, up, TABLE} & gathered
+
+
 IN_FLOAT8 = ["fsdp-constraint", "fsdp-shard-map", "fsdp-explicit"]
 
 
@@ -262,3 +303,13 @@ def test_what_float8_products_read_is_gathered_in_half_of_halfs_bytes(h200, smal
     assert received(sent, "reduce-scatter", "bf16") == pytest.approx(reduced)
     # The rest are single numbers: scales, and the loss.
     assert received(sent) <= 1.001 * (gathered * 5 / 8 + reduced)
+
+
+def test_every_case_has_a_name_of_its_own_and_an_unknown_one_is_answered_with_them():
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    for case in cases.CASES:
+        variants = [variant.name for variant in case.variants]
+        assert len(set(variants)) == len(variants)
+    with pytest.raises(ValueError, match="got the case 'zero'; expected one of fsdp, "):
+        cases.find("zero")

@@ -1,5 +1,6 @@
 """Every figure on a page comes from a file in `results/`, and every drawing from its data."""
 
+import importlib
 import json
 import re
 
@@ -129,3 +130,19 @@ def test_a_measurement_in_a_sentence_comes_from_a_file(page):
     given = NOT_MEASURED.get(str(page.relative_to(ROOT)))
     found = set(quantities(page.read_text()))
     assert found == set(given.split(", ") if given else ()), "mark it (see benchmarks/pages)"
+
+
+def test_the_planner_has_few_words_of_its_own():
+    """A reader learns them all: the words of the field come first."""
+    page = (ROOT / "docs" / "internals.md").read_text()
+    table, _, _ = page.partition("## Words")[2].partition("## The rules")
+    _, *words = re.findall(r"^\| ([a-z]+) \|", table, re.MULTILINE)
+    assert 10 < len(words) <= 25
+
+
+@pytest.mark.parametrize("module", ["", ".transforms", ".diagnostics", ".autocasting"])
+def test_every_exported_name_is_in_use_on_a_page(module):
+    users = [page for page in (ROOT / "docs").glob("*.md") if page.stem != "mistakes"]
+    text = "\n".join(page.read_text() for page in [*users, ROOT / "README.md"])
+    exported = importlib.import_module(f"jmp{module}").__all__
+    assert [name for name in exported if not re.search(rf"\b{name}\b", text)] == []

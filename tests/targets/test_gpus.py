@@ -4,13 +4,17 @@ As `tests/h200/test_autocast.py`; what XLA fuses depends on the device. Bounds a
 was measured.
 """
 
+import re
+
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jmp
 from benchmarks.targets import vit
-from testbed.decoding import CACHES, Decoder
+from testbed.decoding import CACHES, LOOPS, Decoder
 from testbed.machines.gpus import compile_for_gpu
+from testbed.machines.hlo import parse_program
 from testbed.machines.training_steps import ratios
 from testbed.models import MODELS, Model
 from tests.commands import in_full
@@ -58,3 +62,23 @@ def test_generation_is_as_lean_as_by_hand(machine, loop, cache, at_most):
     programs = [compile_for_gpu(machine, f, *arguments) for f in (autocast, by_hand)]
     measured = ratios(*programs)[:2]
     assert_at_most(f"{machine} {loop} {cache}: bytes, temp", measured, at_most)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loop", LOOPS)
+def test_half_parameters_are_cast_nowhere(loop):
+    """And float32 ones are cast once, before the loop: no turn reads a float32 matrix."""
+    exact = Decoder(loop=loop)
+    params, token = exact.arguments()
+    halves = jax.eval_shape(lambda params: jmp.cast_floating(params, jnp.bfloat16), params)
+    generate = jmp.autocast(exact, "mixed_bfloat16")
+    cast = []
+    for given in (params, halves):
+        computations, entry = parse_program(compile_for_gpu("h200", generate, given, token).text)
+        (turns,) = (i for i in computations[entry] if i.opcode == "while")
+        assert not re.search(r"f32\[(2,)?(1024|4096),\d{4}\]", turns.shape)
+        inputs = {i.name for i in computations[entry] if i.opcode == "parameter"}
+        launched = [i for i in computations[entry] if i.opcode in ("convert", "fusion")]
+        casts = [i for i in launched if i.shape.startswith("bf16")]
+        cast.append(sum(inputs.issuperset(i.operands) for i in casts))
+    assert cast == [5, 0]

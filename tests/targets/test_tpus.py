@@ -73,6 +73,37 @@ def test_a_collective_in_fusions_counts_where_it_begins_and_once_a_turn():
     ]
 
 
+UNROLLED = """
+%condition (a: (bf16[8], u32[])) -> pred[] {
+  %a = (bf16[8], u32[]) parameter(0)
+  %bound = u32[]{:T(128)} constant(8)
+  %counter = u32[]{:T(128)} get-tuple-element(%a), index=1
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}
+
+%body (b: (bf16[8], u32[])) -> (bf16[8], u32[]) {
+  %b = (bf16[8], u32[]) parameter(0)
+  %two = u32[]{:T(128)} constant(2)
+  %part = bf16[8]{0} get-tuple-element(%b), index=0
+  %turn = u32[]{:T(128)} get-tuple-element(%b), index=1
+  %next = u32[]{:T(128)} add(%turn, %two)
+  %start.1 = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%part), channel_id=1
+  %done.1 = bf16[8]{0} collective-permute-done(%start.1)
+  %start.2 = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%done.1), channel_id=2
+  %done.2 = bf16[8]{0} collective-permute-done(%start.2)
+  ROOT %both = (bf16[8]{0}, u32[]) tuple(%done.2, %next)
+}
+
+ENTRY %main (x: (bf16[8], u32[])) -> (bf16[8], u32[]) {
+  ROOT %loop = (bf16[8]{0}, u32[]) while(%x), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_that_xla_unrolled_takes_fewer_turns():
+    assert wire(UNROLLED) == [Sent("collective-permute", "bf16", 4 * 16, 8)] * 2
+
+
 def test_cycles_of_a_loop_count_once_a_turn_and_where_there_is_no_estimate_none():
     assert estimated_cycles(PROGRAM) == 3 * (10 + 100) + 1000
 
