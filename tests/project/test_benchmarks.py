@@ -14,7 +14,6 @@ import pytest
 
 import benchmarks.run
 from benchmarks import gpu_parts, models, pairing, programs, targets, worker, workloads
-from benchmarks._tables import TITLES
 from benchmarks.pages import measured as measured_page
 from benchmarks.pages import recipes as recipes_page
 from benchmarks.pages import wire as wire_page
@@ -145,32 +144,9 @@ def test_a_candidate_that_fails_is_named_and_the_others_go_on():
 def test_a_recipe_that_did_not_run_is_a_line_of_the_report():
     failed, found = {"error": "out of memory"}, {"seconds": 1.0, "ratio": 1.0, "bytes_moved": 1}
     for rows in ({"by-hand": failed, "adapter": failed}, {"by-hand": found, "adapter": failed}):
-        for section in (measured_page.cpu(of_gpt2(rows)), measured_page.gpu(of_gpt2(rows))):
-            assert "ours: adapter: not run: out of memory" in section
+        assert "ours: adapter: not run: out of memory" in measured_page.gpu(of_gpt2(rows))
     page = recipes_page.steps(of_gpt2({"by-hand": failed}))
     assert "by hand, dynamic loss scaling: not run: out of memory" in page
-
-
-def test_a_modelled_limit_stands_in_the_tables_with_its_parts_and_never_as_a_time(monkeypatch):
-    parts = {"bytes": 5.0, "operations": 6.5, "launches": 1.0}
-    counted = {"bytes_moved": 1, "kernels": 1, "temp_bytes": 1, "model_ms": parts}
-    slower = counted | {"model_ms": parts | {"bytes": 17.5}}
-    compiled = of_gpt2({"by-hand": counted, "float32": slower})
-    cells = cells_of(recipes_page.steps(compiled))
-    assert cells["by hand, dynamic loss scaling"][-2:] == ["12.50 = 5.00 + 6.50 + 1.00", "1.000"]
-    assert cells["float32, exact products"][-1] == "2.000"
-    assert cells["recipe"][-2].startswith("modelled limit, model ms")
-
-    measured = {name: {"seconds": 1.0, "ratio": 1.0} for name in ("by-hand", "float32", "tf32")}
-    monkeypatch.setattr(measured_page, "read", lambda _: compiled)
-    cells = cells_of(measured_page.gpu(of_gpt2(measured)))
-    column = cells["recipe"].index("modelled limit, model ms")
-    limits = {name: row[column] for name, row in cells.items() if name in TITLES.values()}
-    assert limits == {
-        "by hand, dynamic loss scaling": "12.50",
-        "float32, exact products": "25.00",
-        "float32, TF32 products": "",  # it runs another program than exact products
-    }
 
 
 RATES = ("float16_flops", "tf32_flops", "float32_flops", "bytes")
@@ -183,24 +159,13 @@ def of_gpt2(recipes):
     return {"machine": MACHINE, "ceilings": CEILINGS, "workloads": workloads}
 
 
-def cells_of(text):
-    """Returns the rows of the tables in a text by their first cell."""
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
-    return {row[0].strip(): [cell.strip() for cell in row] for row in rows}
-
-
-def test_attention_of_cudnn_is_for_models_with_attention_and_not_for_a_cpu():
+def test_attention_of_cudnn_is_for_models_with_attention():
     rows = {row.name: row for row in (*workloads.WORKLOADS, *UPDATES)}
 
-    def names(suite, workload):
-        arguments = argparse.Namespace(suite=suite, recipes=[row.name for row in RECIPES])
-        return benchmarks.run.recipes_for(rows[workload], arguments, compiled=suite != "gpu")
-
-    has = {name: "by-hand-cudnn" in names("compiled", name) for name in rows}
-    assert [name for name in rows if has[name]] == ["gpt2", "vit-b16"]
-    assert "by-hand-cudnn" in names("gpu", "gpt2")
-    assert "by-hand-cudnn" not in names("cpu", "gpt2")
-    assert "by-hand" in names("cpu", "gpt2")
+    arguments = argparse.Namespace(recipes=[row.name for row in RECIPES])
+    for compiled in (True, False):
+        names = {n: benchmarks.run.recipes_for(row, arguments, compiled) for n, row in rows.items()}
+        assert [n for n in rows if "by-hand-cudnn" in names[n]] == ["gpt2", "vit-b16"]
 
 
 MACHINE = dict.fromkeys(
@@ -354,10 +319,10 @@ def test_programs_of_pages_are_counted_row_by_row(results_of, monkeypatch):
     ("arguments", "sentence"),
     [
         (["--suite=gpu"], "expected a GPU"),
-        (["--suite=cpu", "--rounds=3"], "at least 8"),
-        (["--suite=cpu", "--recipes", "adapter"], "every ratio is to it"),
+        (["--suite=gpu", "--rounds=3"], "at least 8"),
+        (["--suite=gpu", "--recipes", "adapter"], "every ratio is to it"),
         (["--suite=wire", "--only", "gpt2"], "expected one of fsdp, "),
-        (["--suite=cpu", "--only", "fsdp"], "expected one of gpt2, "),
+        (["--suite=compiled", "--only", "fsdp"], "expected one of gpt2, "),
     ],
 )
 def test_a_suite_that_makes_no_sense_is_refused(arguments, sentence, tmp_path, monkeypatch, capsys):

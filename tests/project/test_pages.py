@@ -95,7 +95,7 @@ def test_a_figure_is_drawn_twice_alike_and_says_its_source(tmp_path):
 
 # Tables whose figures other tests compare with their files, or that are whole pages or parts of
 # pages that a program writes and a test compares.
-ELSEWHERE = {"mistakes.md": "docs.mistakes", "claims.md": "test_soak.py"}
+ELSEWHERE = {"mistakes.md": "docs.mistakes", "claims.md": "test_claims.py"}
 MARKED = [page for page in pages.PAGES if page.name not in ELSEWHERE]
 every_marked_page = pytest.mark.parametrize("page", MARKED, ids=lambda page: page.name)
 MEASURED = re.compile(r"[+-]?\d[\d,]*(\.\d+)?( (%|[kMG]?B|ms|s))?( ± \d+(\.\d+)?( %)?)?")
