@@ -21,8 +21,7 @@ PEERS := jmp==0.0.4 mixed-precision-for-JAX==0.1.8
 
 # Published models to try autocast on; transformers 4 and diffusers 0.35 are the last with Flax.
 PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0.0.6.dev0 \
-	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*' 'numpyro==0.22.*' \
-	'flowjax==19.1.*' 'brax==0.14.*'
+	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*'
 
 # Of a release: LINKS and IMAGES are addresses that stand before the relative links of the README.
 LINKS ?=

@@ -28,14 +28,11 @@ WAYS = {
     "none": ('`masters="none"`', "none"),
     "optax": ("plain optax, parameters and state in bfloat16", "plain optax"),
 }
-FLOAT16 = {f"{way}, float16": f"{way}, float16" for way in ("full", "kahan", "stochastic")}
 SHORT = {way: way.replace(", ", "-").removesuffix(" state").replace("_", "-") for way in WAYS}
 
 
 def _difference(row: Any) -> str:
     """Returns how final losses differ from those in float32, in thousandths of a nat."""
-    if row["difference"] is None:
-        return "NaN"
     return f"{1000 * row['difference']:+.1f} ± {1000 * row['difference_spread']:.1f}"
 
 
@@ -55,42 +52,6 @@ def _(found: Any) -> str:
     return table(headers, rows)
 
 
-def _mark(row: Any) -> str:
-    if row["large"]:
-        return "large"
-    return "systematic" if row["beyond_two_spreads"] else "alike"
-
-
-@figure("small_states/optimizers")
-def _(found: Any) -> str:
-    """For each way, how many optimizers end as in float32, and those that do not."""
-    optimizers = found["digits"]["optimizers"]
-    titles = {way: title for way, (title, _) in WAYS.items()} | FLOAT16
-    del titles["float32"]
-    rows = []
-    for way, title in titles.items():
-        marks = {name: _mark(ways[way]) for name, ways in optimizers.items()}
-        cells = [str(sum(mark == "alike" for mark in marks.values()))]
-        for asked in ("systematic", "large"):
-            found_here = [
-                f"{name} ({_difference(ways[way])})"
-                for name, ways in optimizers.items()
-                if marks[name] == asked
-            ]
-            cells.append(", ".join(found_here))
-        rows.append([title, *cells])
-    headers = ["way", "as float32, of 10", "beyond two spreads", "by more than 0.01 nats"]
-    return table(headers, rows)
-
-
-@figure("small_states/losses")
-def _(found: Any) -> str:
-    """Final losses in float32."""
-    optimizers = found["digits"]["optimizers"]
-    losses = {name: ways["float32"]["final_loss"] for name, ways in optimizers.items()}
-    return ", ".join(f"{loss:.3f} ({name})" for name, loss in losses.items())
-
-
 @figure("small_states/moments")
 def _(found: Any) -> str:
     ways = found["moments"]["ways"]
@@ -106,8 +67,6 @@ def _(found: Any) -> str:
 numbers({
     "small_states/text-steps": "{[text][steps]:,}",
     "small_states/text-parameters": "{[text][parameters]:,}",
-    "small_states/digits-steps": "{[digits][steps]:,}",
-    "small_states/digits-parameters": "{[digits][parameters]:,}",
     "small_states/seeds": "{[text][seeds]}",
     "small_states/counted-tensors": "{[bytes][tensors]}",
 })  # fmt: skip

@@ -6,23 +6,8 @@ brings packages of its own. Every model is tiny and has random parameters: nothi
 
 import dataclasses
 import importlib
-import os
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
-
-__all__ = [
-    "REPOSITORIES",
-    "SOURCES",
-    "Generation",
-    "Model",
-    "Row",
-    "clone",
-    "find",
-    "rows_of",
-    "sources",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +61,14 @@ class Row:
       title: as in the table.
       make: returns the model; where `by_hand`, it takes a dtype for the model's own option, and
         the parameters of other dtypes than float32 are not used.
-      by_hand: whether the model has an option that makes it compute in half; "cast" if it has none,
-        and its users cast parameters and inputs.
+      by_hand: whether the model has an option that makes it compute in half.
       adapter: `(apply, policy) -> apply` through an adapter of ours; None where none is for it.
     """
 
     name: str
     title: str
     make: Callable[..., Model | Generation]
-    by_hand: bool | str = False
+    by_hand: bool = False
     adapter: Callable[[Callable[..., Any], str], Callable[..., Any]] | None = None
 
 
@@ -96,38 +80,8 @@ SOURCES = {
     "graphs": ("Graph networks", ("jraph", "e3nn-jax", "dm-haiku")),
     "haiku_models": ("Haiku", ("dm-haiku",)),
     "equations": ("Diffrax and Equinox", ("diffrax", "equinox")),
-    "probabilities": ("NumPyro and FlowJAX", ("numpyro", "flowjax")),
-    "bonsai_models": ("bonsai", ("flax",)),
-    "big_vision_models": ("big_vision", ("flax",)),
-    "maxtext_layers": ("MaxText", ("flax",)),
-    "brax_networks": ("brax", ("brax", "flax")),
     "hugging_face_generation": ("Hugging Face transformers, generation", ("transformers", "flax")),
-    "bonsai_generation": ("bonsai, generation", ("flax",)),
 }
-
-# Sources that no registry has: the repository, and the commit at which it was read. They run where
-# a clone of it stands, see `clone`.
-REPOSITORIES = {
-    "bonsai_models": ("jax-ml/bonsai", "36284254cf73"),
-    "big_vision_models": ("google-research/big_vision", "0127fb6b337e"),
-    "maxtext_layers": ("AI-Hypercomputer/maxtext", "479dd99946c5"),
-    "bonsai_generation": ("jax-ml/bonsai", "36284254cf73"),
-}
-
-CLONES = os.environ.get("CLONES", pathlib.Path(__file__).parents[2] / "build" / "clones")
-
-
-def clone(source: str, folder: str = "") -> None:
-    """Lets a source import from the clone of its repository in `CLONES`.
-
-    Raises:
-      ImportError: there is no clone.
-    """
-    repository, commit = REPOSITORIES[source]
-    path = pathlib.Path(CLONES) / repository.rpartition("/")[2] / folder
-    if not path.is_dir():
-        raise ImportError(f"{source} needs a clone of {repository} at {commit} in {path}.")
-    sys.path.insert(0, str(path))
 
 
 def rows_of(source: str) -> tuple[Row, ...]:

@@ -38,14 +38,11 @@ def by_autocast(row: Row, model: Model, half: str) -> Callable[..., Any]:
 
 
 def by_hand(row: Row, model: Model, half: str) -> Callable[..., Any]:
-    cast = row.by_hand == "cast"
-    other = model if cast else row.make(dtype=half)
+    other = row.make(dtype=half)
 
     def loss(params: Any, batch: Any) -> Any:
-        inputs = jmp.cast_floating((params, batch), half) if cast else (params, batch)
-        output = other.call(other.apply, *inputs)
         # As users of these options write it: the loss of half logits is computed in float32.
-        return other.score(jmp.cast_to_full(output), batch)
+        return other.score(jmp.cast_to_full(other.call(other.apply, params, batch)), batch)
 
     return loss
 
@@ -194,15 +191,13 @@ def reasons(function: Callable[..., Any], half: str, *arguments: Any) -> list[di
 
 
 def short(source: str) -> str:
-    """Returns a file's place without that of the environment, or the clone, it is in."""
-    return source.rpartition("site-packages/")[2].removeprefix(f"{published.CLONES}/")
+    """Returns a file's place without that of the environment it is in."""
+    return source.rpartition("site-packages/")[2]
 
 
 def versions(source: str) -> dict[str, str]:
     packages = ("jax", "jaxlib", *published.SOURCES[source][1])
-    found = {package: importlib.metadata.version(package) for package in packages}
-    repository = published.REPOSITORIES.get(source)
-    return found | ({f"{repository[0]} at": repository[1]} if repository else {})
+    return {package: importlib.metadata.version(package) for package in packages}
 
 
 if __name__ == "__main__":

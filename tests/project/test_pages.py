@@ -129,7 +129,6 @@ NOT_MEASURED = {
         *("0.0005", "0.004", "0.0078", "0.063"),  # unit roundoffs, and 16 of them
         "0.125",  # a default
     ],
-    "docs/devices.md": ["32 MiB", "49 MiB"],  # parameters of the programs
     "docs/explanation.md": ["95 %"],  # of a confidence interval
     "docs/float8.md": ["32 MiB", "0.125", "0.3"],  # parameters of the program; a default; a limit
     "docs/internals.md": ["0.99", "0.01"],  # a state that is defined so
