@@ -39,7 +39,6 @@ from jmp import transforms
 from testbed.machines.gpus import compile_for_h200
 
 LAST = 20  # steps, whose mean loss is the final one
-POINTS = 30  # of a curve in the file
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 
 Optimizer = optax.GradientTransformation
@@ -181,12 +180,9 @@ def text(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         started = time.perf_counter()
         is_reference = way == "float32"
         curves = reference if is_reference else train(STRATEGIES[way], optax.adam(schedule), task)
-        size = max(1, curves.shape[1] // POINTS)
-        whole = curves[:, : curves.shape[1] // size * size].reshape(len(curves), -1, size)
         rows[way] = summary(curves, reference)
-        rows[way]["curve"] = [float(f"{loss:.5g}") for loss in whole.mean(axis=(0, 2))]
         console.print(line(way, rows[way], time.perf_counter() - started))
-    options = {"steps": arguments.text_steps, "steps_a_point": size, "parameters": size_of(task)}
+    options = {"steps": arguments.text_steps, "parameters": size_of(task)}
     options |= {name: getattr(arguments, name) for name in ("width", "length", "learning_rate")}
     return options | {"ways": rows}
 
@@ -250,12 +246,9 @@ def bytes_of(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         tx = STRATEGIES[way](optax.adam(1e-3))
         state = jax.eval_shape(tx.init, params)
         program = compile_for_h200(update_of(tx), params, state, params, donate_argnums=(0, 1))
-        held = [nbytes(tree) / count for tree in (params, kept(state), state)]
+        held = [nbytes(tree) / count for tree in (params, state)]
         rows[way] = {
-            "parameter": held[0],
-            "beside": held[1],
-            "state": held[2] - held[1],
-            "held": held[0] + held[2],
+            "held": sum(held),
             "moved": program.bytes_moved / count,
         }
         console.print(f"{way:40} held {rows[way]['held']:.2f}, moved {rows[way]['moved']:.2f}")
@@ -264,13 +257,6 @@ def bytes_of(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def kept(state: Any) -> Any:
-    """Returns what is kept beside half parameters, for their sake."""
-    inner = getattr(state, "inner_state", None)
-    names = {"masters", "remainders", "compensations"} & set(getattr(inner, "_fields", ()))
-    return [getattr(inner, name) for name in names]
 
 
 PARTS = {"text": text, "moments": moments, "bytes": bytes_of}
