@@ -33,26 +33,6 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
-    """A model that generates a text, with its keys and values in caches, and its parameters.
-
-    Attributes:
-      generate: `(params, *inputs) -> tokens`, each row a prompt and what follows it.
-      score: `(params, tokens, *inputs) -> logits` of what follows the prompt, one token a turn,
-        with the same caches; the first axis is that of turns.
-      params: float32 leaves.
-      inputs: prompts, and what belongs to them.
-      prompt: how long they are.
-    """
-
-    generate: Callable[..., Any]
-    score: Callable[..., Any]
-    params: Any
-    inputs: tuple[Any, ...]
-    prompt: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """A published model.
 
@@ -67,7 +47,7 @@ class Row:
 
     name: str
     title: str
-    make: Callable[..., Model | Generation]
+    make: Callable[..., Model]
     by_hand: bool = False
     adapter: Callable[[Callable[..., Any], str], Callable[..., Any]] | None = None
 
@@ -79,8 +59,7 @@ SOURCES = {
     "keras_models": ("Keras", ("keras",)),
     "graphs": ("Graph networks", ("jraph", "e3nn-jax", "dm-haiku")),
     "haiku_models": ("Haiku", ("dm-haiku",)),
-    "equations": ("Diffrax and Equinox", ("diffrax", "equinox")),
-    "hugging_face_generation": ("Hugging Face transformers, generation", ("transformers", "flax")),
+    "equations": ("Diffrax", ("diffrax", "equinox")),
 }
 
 

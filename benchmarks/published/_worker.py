@@ -19,8 +19,7 @@ import numpy as np
 
 import jmp
 from benchmarks import published
-from benchmarks.published import Generation, Model, Row
-from benchmarks.published._generated import measured_generation
+from benchmarks.published import Model, Row
 from jmp.autocasting._operations import is_product
 from jmp.diagnostics import precision_report
 from jmp.diagnostics._walk import with_places
@@ -65,25 +64,11 @@ def measured(source: str, name: str) -> dict[str, Any]:
     """Returns what is written down for one model."""
     row = published.find(source, name)
     model = row.make()
-    if isinstance(model, Generation):
-        recipes = measured_generation(row, model, counted, QUICKLY)
-        for half in HALVES:
-            found = recipes[f"autocast {half}"]
-            if "error" not in found:
-                arguments = model.params, *model.inputs
-                found["reasons"] = reasons(model.generate, half, *arguments)
-        return written(row, source, model, recipes)
     reference, gradients = run(model.loss, SCALES["float32"], model)
     del reference["others"]  # all of them
     recipes = {"float32": reference}
     for recipe, (make, half) in recipes_of(row).items():
         recipes[recipe] = attempt(make, row, model, half, gradients)
-    return written(row, source, model, recipes)
-
-
-def written(
-    row: Row, source: str, model: Model | Generation, recipes: dict[str, Any]
-) -> dict[str, Any]:
     return {
         "title": row.title,
         "source": source,
