@@ -136,7 +136,6 @@ NOT_MEASURED = {
         *("1 MB", "0.1"),  # a unit; what the formula of a paper leaves out
         *("0.999", "1.0", "0.05"),  # Adam's factor, in float32 and in bfloat16; a gradient
         *("0.1 %", "0.2", "0.4", "0.4 %", "0.8 %"),  # what that factor leaves out; spacings
-        *("0.01", "0.001"),  # a limit and a unit
     ],
     "docs/performance.md": [
         "95 %",  # of an interval
