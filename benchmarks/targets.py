@@ -74,7 +74,6 @@ class Row:
       program: returns the compiled program of a job; at a small size if so asked.
       ways: those it is written in.
       machines: those it is compiled for.
-      gpu_halves: the half dtypes in which it is compiled for GPUs.
     """
 
     name: str
@@ -82,11 +81,10 @@ class Row:
     program: Callable[[Job, bool], Any]
     ways: tuple[str, ...] = ("float32", BASE, "autocast")
     machines: tuple[str, ...] = MACHINES
-    gpu_halves: tuple[str, ...] = GPU_HALVES
 
     def jobs(self) -> Iterator[Job]:
         for machine in self.machines:
-            halves = TPU_HALVES if machine in TPUS else self.gpu_halves
+            halves = TPU_HALVES if machine in TPUS else GPU_HALVES
             for way in self.ways:
                 # A step in float32 has no half dtype: one program for all.
                 for half in ("float32",) if way == "float32" else halves:
@@ -214,27 +212,13 @@ VARIANTS = {row.title: _variant(row) for row in wire.VARIANTS}
 BY_HAND_ON_TPUS = wire.BY_HAND.title
 
 
-def _eight(name: str, title: str, axes: dict[str, int], places: Any) -> Row:
+def _eight(name: str, title: str, places: Any) -> Row:
     def program(job: Job, is_small: bool) -> TpuProgram:
-        mesh_of = functools.partial(v5es, axes)
+        mesh_of = functools.partial(v5es, {wire.DATA: 8})
         step = wire.language_model(mesh_of, places, VARIANTS[job.way], is_small)
         return compile_placed_for_tpus(step.function, *step.arguments, **step.options)
 
     return Row(name, title, program, tuple(VARIANTS), ("v5e",))
-
-
-def _eight_tpus() -> tuple[Row, ...]:
-    data, model = wire.DATA, wire.MODEL
-    return (
-        _eight("tpu-dp", "data parallel", {data: 8}, wire.REPLICATED),
-        _eight("tpu-fsdp", "FSDP", {data: 8}, wire.FSDP),
-        _eight(
-            "tpu-fsdp-tp",
-            "FSDP by 4, tensor parallel by 2",
-            {data: 4, model: 2},
-            wire.FSDP_AND_TENSOR_PARALLEL,
-        ),
-    )
 
 
 GENERATION = {
@@ -269,13 +253,7 @@ MODEL_ROWS = (
 )
 ADAM = Row("adam", "Adam with float32 masters", adam, (BASE, "ours"))
 SMALL_UPDATE_ROWS = tuple(
-    Row(
-        f"adam-{name}",
-        f"Adam, {name}",
-        functools.partial(small_adam, name),
-        ("ours",),
-        gpu_halves=("bfloat16",),
-    )
+    Row(f"adam-{name}", f"Adam, {name}", functools.partial(small_adam, name), ("ours",), ("v5e",))
     for name in STORED
 )
 GENERATION_ROWS = tuple(
@@ -287,9 +265,12 @@ GENERATION_ROWS = tuple(
     for cache, title in GENERATION.items()
     for loop in (LOOPS if cache == "filled" else LOOPS[:1])
 )
-WIRE_ROWS = _eight_tpus()
+WIRE_ROWS = (
+    _eight("tpu-dp", "data parallel", wire.REPLICATED),
+    _eight("tpu-fsdp", "FSDP", wire.FSDP),
+)
 ROWS = (*MODEL_ROWS, ADAM, *GENERATION_ROWS)
-GATED_ROWS = (*SMALL_UPDATE_ROWS, *WIRE_ROWS)  # which only tests compile
+GATED_ROWS = (*SMALL_UPDATE_ROWS, *WIRE_ROWS)  # only tests compile them
 
 
 def find(name: str) -> Row:
@@ -308,8 +289,7 @@ def counted(name: str, job: Job, small: bool) -> dict[str, Any]:
         "loops_of_unknown_turns": program.loops_of_unknown_turns,
     }
     if not isinstance(program, TpuProgram):
-        newest = {"jaxlib": jax.lib.__version__} if job.newest else {}
-        return found | {"kernels": program.kernels} | newest
+        return found | {"kernels": program.kernels}
     found |= {"cycles": program.cycles, "libtpu": importlib.metadata.version("libtpu")}
     return found | ({"received": wire.received_of(program.text)} if row in WIRE_ROWS else {})
 
