@@ -45,18 +45,12 @@ SOURCES = {
     "programs": _suite("programs"),
     "targets": _suite("targets"),
     "families": _suite("families"),
-    "checks": _suite("checks"),
-    "cpu": _suite("cpu"),
     "gpu": _suite("gpu"),
     "wire": _suite("wire"),
-    "scaling": _module("scaling_cases"),
-    "gallery": _module("gallery"),
-    "device_sums": _module("device_sums"),
-    "migrations": _module("migrations"),
+    "float8": _module("float8_training"),
     "small_states": _module("small_states"),
     "published": Source("results/benchmarks/public_models", "make public-models"),
     "rules": Source("results/planner_rules.json", "python benchmarks/planner_rules.py"),
-    "soak": Source("results/soak.json", "make soak"),
 }
 
 FIGURES: dict[str, Callable[[Any], str]] = {}

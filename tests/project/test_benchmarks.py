@@ -237,10 +237,10 @@ def test_programs_of_pages_are_counted_row_by_row(results_of, monkeypatch):
     ("arguments", "sentence"),
     [
         (["--suite=gpu"], "expected a GPU"),
-        (["--suite=cpu", "--rounds=3"], "at least 8"),
-        (["--suite=cpu", "--recipes", "adapter"], "every ratio is to it"),
+        (["--suite=gpu", "--rounds=3"], "at least 8"),
+        (["--suite=gpu", "--recipes", "adapter"], "every ratio is to it"),
         (["--suite=wire", "--only", "gpt2"], "expected one of fsdp, "),
-        (["--suite=cpu", "--only", "fsdp"], "expected one of gpt2, "),
+        (["--suite=compiled", "--only", "fsdp"], "expected one of gpt2, "),
     ],
 )
 def test_a_suite_that_makes_no_sense_is_refused(arguments, sentence, tmp_path, monkeypatch, capsys):
