@@ -99,14 +99,29 @@ def force(dtype, forward, act=jax.nn.gelu):
 
     def loss(params, x):
         def energy(x):
-            for w in params:
-                x = act(x @ w.astype(dtype))
+            for w, *bias in params:
+                x = x @ w.astype(dtype)
+                x = act(functools.reduce(jnp.add, [b.astype(dtype)[None] for b in bias], x))
             return x
 
         x = x.astype(dtype)
         if forward:
             return mean_square(jax.jvp(energy, (x,), (jnp.ones_like(x),))[1])
         return mean_square(jax.grad(lambda x: jnp.sum(energy(x).astype(jnp.float32)))(x))
+
+    return loss
+
+
+def spectral(dtype):
+    """A convolution as long as the sequence, by Fourier transforms in float32, beside a product."""
+
+    def loss(params, x):
+        x = x.astype(dtype)
+        for w, filters in params:
+            waves = jnp.fft.rfft(x.astype(jnp.float32), axis=1)
+            mixed = jnp.fft.irfft(waves * filters[None], axis=1).astype(dtype)
+            x = jax.nn.gelu(mixed + x @ w.astype(dtype))
+        return mean_square(x @ params[0][0].astype(dtype))
 
     return loss
 
@@ -211,14 +226,21 @@ LEAN_PROGRAMS = (
         LeanProgram(
             f"{name} in the loss",
             functools.partial(force, forward=name == "jvp", act=act),
-            _matrices(3),
+            [(_struct(WIDTH, WIDTH), *biases)] * 3,
             _BATCH,
         )
-        for name, act in (
+        for name, act, *biases in (
             ("gradient", jax.nn.gelu),
             ("jvp", jax.nn.gelu),
             ("gradient of tanh", jnp.tanh),
+            ("gradient of softplus", jax.nn.softplus, _struct(WIDTH)),
         )
+    ),
+    LeanProgram(
+        "spectral",
+        spectral,
+        [(_struct(WIDTH, WIDTH), _struct(129, WIDTH))] * 3,
+        (_struct(64, 256, WIDTH),),
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
     LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),

@@ -66,6 +66,11 @@ def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
     return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
 
 
+def is_differentiated(nodes: Iterable[Node]) -> bool:
+    """Returns whether nodes are part of a derivative that is taken inside the function."""
+    return any(_jax_compat.is_differentiated(node.stack) for node in nodes)
+
+
 def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
     """Decides if an island is computed again, from its reductions and its largest value.
 
@@ -73,7 +78,7 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
     """
     largest = times * max(v.size for node in nodes for v in node.outputs)
     # Each order of derivatives would compute again what is part of one.
-    if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
+    if is_differentiated(nodes):
         return False
     reduces_rows = any(node.rule.reduces and is_row_reduction(node) for node in nodes)
     expensive = [node for node in nodes if node.rule.expensive]

@@ -183,7 +183,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
         return Magnitude(-1, 1)
     if rule.sums_devices:
         return operands[0]._replace(low=-math.inf, high=math.inf)
-    if rule.moves or rule.reduces or rule.casts:
+    if rule.moves or rule.reduces or rule.casts or node.name in PARTS:
         return operands[0]
     if rule.holds_operands or node.holds_functions:
         held = [
@@ -219,6 +219,16 @@ def _add(x: Magnitude, y: Magnitude) -> Magnitude:
     offset = sum(each.offset if each.number is None else each.number for each in (x, y))
     scale = max((each.scale for each in (x, y) if each.number is None), default=1.0)
     return Magnitude(x.low + y.low, x.high + y.high, degree, terms, offset, scale)
+
+
+def _is_square(product: Node) -> bool:
+    """Returns whether a value is multiplied by itself, or by its conjugate: a power spectrum."""
+
+    def without_conjugate(value: Value) -> Value:
+        producer = value.producer
+        return producer.inputs[0] if producer is not None and producer.name == "conj" else value
+
+    return are_same(*map(without_conjugate, product.inputs))
 
 
 def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
@@ -335,7 +345,7 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "add_any": _added,
     "sub": lambda node, x, y: _add(x, y.opposite),
     "neg": lambda node, x: x.opposite,
-    "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
+    "mul": lambda node, x, y: _raised(x, 2) if _is_square(node) else _multiply(x, y),
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
     "square": lambda node, x: _raised(x, 2),
     "integer_pow": lambda node, x: _raised(x, node.params["y"]),
@@ -360,6 +370,8 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
         [x, *(_product_of_several(x, n) for n in (1, _length_along(node, "axis")))]
     ),
     "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
+    # An inverse transform divides what it adds up. Of the other directions the results are complex.
+    "fft": lambda node, x: x._replace(low=-math.inf, high=math.inf),
     "iota": lambda node: Magnitude(0, _length_along(node, "dimension")),
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
     "argmin": lambda node, x: Magnitude(0, node.inputs[0].size),
@@ -368,5 +380,7 @@ STEEP_ONES = "sinh cosh tan lgamma polynomial"
 TRANSFERS |= dict.fromkeys(STEEP_ONES.split(), lambda node, *operands: STEEP)
 LEVEL = "log log1p log2 asinh acosh atanh erf_inv asin acos atan atan2 erfc sign"
 TRANSFERS |= dict.fromkeys(LEVEL.split(), lambda node, *operands: FLAT)
+# The parts of a complex number are as large as it is.
+PARTS = {*"conj real imag".split()}
 # Of these the length of an axis is part of the bounds.
 COUNTING = {*"reduce_sum reduce_prod cumsum cumprod scatter-add iota argmax argmin".split()}

@@ -98,7 +98,8 @@ class Planner(Level):
         settings, cuts = self.context.request.settings, self.facts.cuts
         times = self.context.times
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
-        if not is_recomputed:
+        # Where the loss differentiates, XLA would store the float32 cotangent of a bias, too.
+        if not is_recomputed and not _islands.is_differentiated(nodes):
             return [self._island(nodes, why, is_recomputed)]
         front, rest = _islands.peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
@@ -142,7 +143,11 @@ class Planner(Level):
         if node in self.facts.embeddings:
             return self._embedding(node)
         if node.region.in_float32 or category in (Category.FULL, Category.AS_WRITTEN):
-            return self._single(node, Arithmetic.FLOAT32, why_region(node))
+            single = self._single(node, Arithmetic.FLOAT32, why_region(node))
+            if node.region.in_float32 or not node.rule.rounds:
+                return single
+            writes = (self.storage.leaving(value, {node}) for value in node.outputs)
+            return single._replace(stores=tuple(write.dtype for write in writes))
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)

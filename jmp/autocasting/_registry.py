@@ -98,6 +98,7 @@ class Rule:
     wraps: bool = False  # it depends on the fraction of its argument, or of its turns
     reduces: bool = False  # it reduces over `axes`
     sums: bool = False  # it adds up or multiplies many terms: in reports, a reduction
+    rounds: bool = False  # float32 for want of a half kernel, not for its numbers (fft)
     chooses: bool = False  # its result says which entry, and not how large it is
     draws_bits: bool = False  # it makes or uses random bits
     casts: bool = False  # it changes the dtype and nothing else
@@ -276,7 +277,8 @@ FULL = {
     ),
     "cholesky lu svd qr eigh eig triangular_solve geqrf householder_product": (NO_HALF_KERNEL, ""),
     "hessenberg schur tridiagonal tridiagonal_solve custom_linear_solve": (NO_HALF_KERNEL, ""),
-    "lu_pivots_to_permutation fft": (NO_HALF_KERNEL, ""),
+    "lu_pivots_to_permutation": (NO_HALF_KERNEL, ""),
+    "fft": (NO_HALF_KERNEL, "rounds"),
 }
 
 # WIDEST: operands must share a dtype. Half, if an operand is half and none requires float32.
