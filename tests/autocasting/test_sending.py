@@ -171,6 +171,7 @@ IN_PARTS = {
     "two axes": (rows_of, kept(("d", "m"), mesh=BY_TWO), 8),
     "columns too": (rows_of, kept("d", None, "m", mesh=BY_TWO), 4),
     "nothing": (rows_of, lambda x: x, None),
+    "unconstrained": (rows_of, kept(P.UNCONSTRAINED), None),
     "a second axis": (rows_of, kept(None, "d"), None),
     "not even": (lambda table, tokens: table[tokens[:12]], kept("d"), None),
     "a table each": (lambda t, i: jax.vmap(rows_of)(jnp.stack([t] * 16), i), kept("d"), None),
