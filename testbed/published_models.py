@@ -373,8 +373,7 @@ class PretrainedGPT2:
         return CausalOutput(logits)
 
 
-def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
-    """`through` the object's call, or through `module.apply`."""
+def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is):
     draws = Draws(seed)
     ids = draws.integers(VOCABULARY)
     # One row is padded on the left, where no key is left to attend to, one on the right.
@@ -383,15 +382,11 @@ def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
     positions = np.maximum(np.cumsum(mask, -1, dtype=np.int32) - 1, 0)
     module = GPT2(2, WIDTH, VOCABULARY, dtype, positions=LENGTH)
     params = parameters(module, draws, ids, mask, positions)
-    model = PretrainedGPT2(module, params)
-    apply = wrap({"call": model.__call__, "apply": module.apply}[through])
+    apply = wrap(PretrainedGPT2(module, params).__call__)
 
     def loss(params, ids, mask, positions):
-        if through == "call":
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-            logits = apply(**inputs, params=params).logits
-        else:
-            logits = apply({"params": params}, ids, mask, positions)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        logits = apply(**inputs, params=params).logits
         return cross_entropy(logits[:, :-1], ids[:, 1:], (mask[:, 1:] * mask[:, :-1]))
 
     return loss, params, (ids, mask, positions)
