@@ -34,6 +34,22 @@ def test_log_probabilities_are_as_exact_as_by_hand(cache, loop):
     assert 0 < ours.mean <= 1.1 * theirs.mean
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_prefill_and_decoding_are_no_further_apart_than_by_hand(half):
+    exact = Decoder(**SMALL)
+    by_hand = Decoder(getattr(jnp, half), **SMALL)
+    params, tokens = text(exact)
+    at_once, in_turns = (
+        jmp.autocast(function, f"mixed_{half}") for function in (exact.score_at_once, exact.score)
+    )
+    ours = logprob_gap(at_once, in_turns)(params, tokens)
+    theirs = logprob_gap(by_hand.score_at_once, by_hand.score)(params, tokens)
+    print(f"{half}: mean gap {ours.mean:.2g}, by hand {theirs.mean:.2g}")
+    assert 0 < ours.mean <= 1.1 * theirs.mean
+    assert logprob_gap(exact.score_at_once, exact.score)(params, tokens).maximum < 1e-4
+
+
 def test_sampling_takes_random_bits_as_without_autocast():
     decoder = Decoder(**SMALL)
     params, first = decoder.example()

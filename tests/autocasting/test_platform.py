@@ -13,6 +13,7 @@ import jmp
 from jmp import diagnostics
 from testbed.models import MODELS
 from tests.commands import in_full
+from tests.errors import relative_error
 from tests.products import convolved
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
@@ -84,6 +85,23 @@ def test_dtypes_are_the_same_on_all_platforms(model):
     assert dtypes == [(row.kind, row.operation, row.dtype_in, row.dtype_out) for row in tpu.rows]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["lstm", "gpt", "plain_transformer"])
+@pytest.mark.usefixtures("users_rank_promotion")
+def test_gradients_are_as_exact_on_all_platforms(name):
+    (model,) = (model for model in MODELS if model.name == name)
+    loss, params, batch = made(model)
+
+    gradient = lambda function: jax.jit(jax.grad(function))(params, *batch)
+    exact = gradient(loss)
+    on_gpu, on_tpu = (
+        relative_error(gradient(jmp.autocast(loss, "mixed_bfloat16", platform=platform)), exact)
+        for platform in ("gpu", "tpu")
+    )
+    assert on_tpu <= 1.1 * on_gpu
+    assert on_gpu <= 1.1 * on_tpu
+
+
 def test_a_bias_over_many_rows_adds_up_on_a_tpu_by_a_product_with_ones():
     """Its gradient is the same sum in float32, in the matrix unit: 16384 ones are 16384."""
     rows = jnp.zeros((16384, 16))
@@ -97,6 +115,27 @@ def test_a_bias_over_many_rows_adds_up_on_a_tpu_by_a_product_with_ones():
     np.testing.assert_array_equal(grad(jnp.zeros(16), rows), 16384)
     many = jax.vmap(grad, (None, 0))(jnp.zeros(16), rows.reshape(2, 8192, 16))
     np.testing.assert_array_equal(many, 8192)
+
+
+@pytest.mark.parametrize("shape", [(4, 256, 16), (1024, 16), (4, 16, 16, 16), (64, 16)])
+def test_the_gradient_of_a_bias_is_that_of_float64_on_all_platforms(shape):
+    """1024 cotangents of one sign are rounded once each; half sums would stop growing at 256."""
+    rng = np.random.default_rng(0)
+    x, bias, w, v = (rng.normal(size=size) / 4 for size in (shape, 16, (16, 16), (16, 16)))
+    v = abs(v)
+
+    def loss(bias, x, w, v):
+        bias = jnp.expand_dims(bias, range(x.ndim - 1))
+        return jnp.mean(jnp.tanh(x @ w + bias) @ v)
+
+    slopes = (1 - np.tanh(x @ w + bias) ** 2) * v.sum(1) / x.size  # of the loss, in float64
+    exact = slopes.reshape(-1, 16).sum(0)
+    arrays = [jnp.asarray(array, jnp.float32) for array in (bias, x, w, v)]
+    for platform in ("gpu", "tpu"):
+        found = jax.grad(jmp.autocast(loss, "mixed_bfloat16", platform=platform))(*arrays)
+        assert found.dtype == jnp.float32
+        # What is multiplied is rounded too, before the cotangents.
+        np.testing.assert_allclose(found, exact, rtol=2.0**-7)
 
 
 def test_a_bias_after_a_convolution_adds_up_on_a_tpu_as_on_a_gpu():

@@ -319,3 +319,34 @@ def test_what_is_read_on_another_mesh_than_its_equation_is_cast_on_its_own(fun, 
         found = jax.jit(jax.grad(jmp.autocast(fun, policy)))(X, W)
     assert found.dtype == jnp.float32
     assert relative_error(found, expected) < (0.03 if policy == "mixed_bfloat16" else 0.003)
+
+
+@both_policies
+def test_rows_of_a_table_along_explicit_axes_are_looked_up_along_automatic_ones(policy):
+    def tied(table, tokens):
+        table = jax.sharding.reshard(table, P())
+        rows = table.at[tokens].get(out_sharding=P("d"))  # JAX reads the mesh as an automatic one
+        return jnp.mean(jnp.tanh(rows @ table.T) ** 2)
+
+    tokens = jnp.arange(24) % 16
+    with jax.set_mesh(EXPLICIT):
+        given = (jax.device_put(a, NamedSharding(EXPLICIT, P("d"))) for a in (W, tokens))
+        gradient = jax.jit(jax.grad(jmp.autocast(tied, policy)))(*given)
+    true = jax.grad(lambda w: jnp.mean(jnp.tanh(w[tokens] @ w.T) ** 2))(W)
+    assert relative_error(np.asarray(gradient), true) < 3e-3
+
+
+POLICIES = {
+    "products": jax.checkpoint_policies.dots_saveable,
+    "what is gathered": lambda primitive, *_, **__: primitive is lax.all_gather_p,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_policy_of_a_remat_sees_what_it_keeps_with_float32_reduction(policy):
+    def count(reduction):
+        remat = in_shard_map(jax.checkpoint(lambda w, x: loss(gather(w), x), policy=policy))
+        text = str(jax.make_jaxpr(jax.grad(jmp.autocast(remat, reduction), (0, 1)))(W, X))
+        return text.count("= dot_general["), text.count("= all_gather[")
+
+    assert count(WIDE) == count(HALF)
