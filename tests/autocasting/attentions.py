@@ -1,6 +1,5 @@
 """Attentions of programs, what autocast makes of them, and the transformations they stand under."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +38,7 @@ def lowered(function, *args, platform):
 
 
 LOWEST = float(np.finfo(np.float32).min)
+attention_of_jax = jax.nn.dot_product_attention
 
 
 def normal(seed, *shape):
@@ -53,23 +53,29 @@ def weigh(weights, v):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def flax_attention(params, x, mask=None):
-    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=mask)
+def attention(change=lambda x: x, after=lambda weights: weights, scale=0.25):
+    """Returns an attention with changed scores.
+
+    Args:
+      change: a function of the scores and of what the attention is given besides queries, keys and
+        values.
+      after: a function of the weights.
+      scale: the factor of the scores.
+    """
+
+    def attend(q, k, v, *others):
+        return weigh(after(jax.nn.softmax(change(scores(q, k, scale), *others))), v)
+
+    return attend
 
 
-def repeated_heads(q, k, v):
-    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
-    causal = np.tril(np.ones((q.shape[1], k.shape[1]), bool))
-    return weigh(jax.nn.softmax(jnp.where(causal[None, None], scores(q, k), -1e9)), v)
-
-
-def one_head_of_keys(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 4)
-    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
+def hidden(x, mask, fill=-1e9):
+    """Returns scores with a number in place of those that a mask of keys hides."""
+    return jnp.where(mask[:, None, None], x, fill)
 
 
 def with_mask_of_keys(q, k, v, mask):
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None])
+    return attention_of_jax(q, k, v, mask=mask[:, None, None])
 
 
 def squares(run):
@@ -87,12 +93,12 @@ def sharded(run, check_vma):
     return jax.shard_map(run, mesh=mesh_of_four(), **places)
 
 
-def transformed(autocast, attention, arrays, masks, kernels, check_vma):
+def transformed(autocast, attend, arrays, masks, kernels, check_vma):
     """Fused attentions under JAX's transformations.
 
     Args:
       autocast: a function that fuses the attentions of another.
-      attention: a function of queries, keys and values.
+      attend: a function of queries, keys and values.
       arrays: queries, keys and values.
       masks: two masks of keys.
       kernels: how many a gradient has.
@@ -102,17 +108,17 @@ def transformed(autocast, attention, arrays, masks, kernels, check_vma):
     """
     q, k, v = arrays
     stacked = [jnp.stack([x, x]) for x in arrays]
-    fused, gradient = autocast(attention), jax.grad(squares(autocast(attention)))
+    fused, gradient = autocast(attend), jax.grad(squares(autocast(attend)))
     width = q.shape[-1]
 
     def turns(x):
-        body = lambda carry, w: (carry + attention(carry @ w, carry, carry), None)
+        body = lambda carry, w: (carry + attend(carry @ w, carry, carry), None)
         return (jax.lax.scan(body, x, jnp.ones((3, width, width)))[0] ** 2).sum()
 
     with_masks = jax.vmap(jax.grad(squares(autocast(with_mask_of_keys))))
-    inside = autocast(jax.checkpoint(attention))
-    outside_shards = sharded(autocast(attention), check_vma)
-    inside_shards = autocast(sharded(attention, check_vma))
+    inside = autocast(jax.checkpoint(attend))
+    outside_shards = sharded(autocast(attend), check_vma)
+    inside_shards = autocast(sharded(attend, check_vma))
     return {
         "value": (fused, arrays, 1),
         "grad": (gradient, arrays, kernels),

@@ -1,4 +1,4 @@
-"""What autocast makes of some 400 drawn programs, and of each attention, as it is written down.
+"""What autocast makes of some 400 drawn programs, as it is written down.
 
 `plan_listings/` shows the plans of programs that were written to show one thing. These are drawn,
 so that what no listing shows does not change unseen: a line has the equations and the casts of what
@@ -18,29 +18,25 @@ from benchmarks import plan_sample
 from benchmarks._plan_sources import Drawn, Program, drawn_programs
 from benchmarks._program_texts import names_of_package, without_lines, without_names
 from testbed import random_attentions
-from tests.autocasting import attentions_on_gpus, attentions_on_tpus
 
 LIST = pathlib.Path(__file__).with_suffix(".txt")
 # Sources that draw no parameters of models: a tenth of a second for each program.
 SOURCES = "planned operations chains graphs nests sharded positions float8".split()
 COUNT, SEED = 300, 7
 TOGETHER = 10  # in one test
-RANDOM = {"gpu": (range(60), 14), "tpu": (range(60, 100), 128)}  # numbers and length
+# Of random attentions: their policy, numbers and length.
+RANDOM = {
+    "gpu": ("mixed_float16", range(60), 14),
+    "tpu": ("mixed_bfloat16", range(60, 100), 128),
+}
 
 
 @functools.cache
 def drawn() -> list[Drawn]:
-    """The programs, in their order; attentions follow those that are drawn."""
+    """The programs in their order, and then random attentions."""
     found = list(drawn_programs(COUNT, SEED, SOURCES))
-    for platform, policy, cases in (
-        ("gpu", "mixed_float16", attentions_on_gpus.FOUND),
-        ("tpu", "mixed_bfloat16", attentions_on_tpus.FOUND),
-    ):
+    for platform, (policy, numbers, length) in RANDOM.items():
         options = {"attention": "fused", "platform": platform}
-        for name, (fun, args, others) in cases.items():
-            program = Program(fun, (*args, *others))
-            found.append(Drawn(f"attention-{platform}", name, program, policy, options, True))
-        numbers, length = RANDOM[platform]
         floats, masks = random_attentions.arrays(length)
         for number in numbers:
             program = Program(random_attentions.attention(number), (*floats, *masks))

@@ -5,7 +5,6 @@ A fixture lets small products be float8. Tests of sizes close it.
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp import diagnostics
-from testbed.gpt2 import GPT2, gpt2
 from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import equations_of, named
@@ -159,20 +157,6 @@ def test_what_cannot_be_is_refused(call, error, words):
 # Numbers.
 
 
-@pytest.mark.full
-def test_gradients_of_a_gpt_at_initialisation_are_within_a_tenth():
-    of, _, tokens = gpt2(2, width=64, vocabulary=64, batch=4)
-    tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, 64)
-    params = jax.jit(GPT2(2, 64, 64).init)(jax.random.key(0), tokens)["params"]
-    exact, half, float8 = (
-        jax.jit(jax.grad(f))(params, tokens)
-        for f in (of, jmp.autocast(of, BF16), jmp.autocast(of, F8))
-    )
-    errors = relative_error(half, exact), relative_error(float8, exact)
-    print(f"gradient errors: bfloat16 {errors[0]:.4f}, float8 {errors[1]:.4f}")
-    assert errors[0] < 0.02 < errors[1] < 0.10
-
-
 def test_the_largest_number_is_the_largest_of_float8_and_comes_back_in_its_size():
     x = jnp.asarray([[3e-5, -7.0], [0.5, 0.0]])
     y = jmp.autocast(lambda w, x: (x @ w) @ jnp.eye(2), F8)(jnp.eye(2), x)
@@ -192,18 +176,15 @@ def test_what_is_not_finite_comes_out_not_finite(bad, place):
     assert not bool(jnp.isfinite(dw).all() and jnp.isfinite(dx).all())
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        jnp.zeros_like(X),
-        jnp.full_like(X, 1e-40),
-        X * 1e-36,
-        X.at[0, 0].set(1e5),
-        X.at[0, 0].set(3e38),
-        X * 1e30,
-    ],
-    ids=["zeros", "subnormal", "tiny", "an outlier", "the largest", "large"],
-)
+FINITE = {
+    "zeros": jnp.zeros_like(X),
+    "tiny": X * 1e-36,
+    "an outlier": X.at[0, 0].set(1e5),
+    "the largest": X.at[0, 0].set(3e38),
+}
+
+
+@pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
 def test_what_is_finite_stays_finite(x):
     product = jmp.autocast(lambda w, x: (x @ w) @ (jnp.eye(16) * 1e-9), F8)
     y, vjp = jax.vjp(product, W[0] * 1e-3, x)
@@ -220,36 +201,28 @@ STACK = jnp.stack([X, X[::-1] / 2])
 # Functions of the results of two products. Behind these no maximum is read.
 BOUNDED = {
     "gelu": lambda h, _: jax.nn.gelu(h),
-    "exact gelu": lambda h, _: jax.nn.gelu(h, approximate=False),
     "bias": lambda h, _: jax.nn.gelu(h + BIAS[None, None]),
     "gate": lambda h, g: jax.nn.silu(h) * g,
     "where": lambda h, _: jnp.where(h > 0, h, 0.1 * h),
-    "reshape": lambda h, _: h.reshape(-1, 64),
-    "a bias, then a reshape": lambda h, _: (h + BIAS[None, None]).reshape(-1, 64),
     "copy": lambda h, _: jnp.array(h, copy=True),
-    "squeeze": lambda h, _: h.reshape(1, *h.shape).squeeze(0),
     "jit": lambda h, _: jax.jit(lambda h: jax.nn.gelu(h.reshape(-1, 64)))(h),
     "a gate, then a reshape": lambda h, g: (jax.nn.silu(h) * g).reshape(-1, 64),
 }
 # What is read behind one of these has its maximum.
 NOT_BOUNDED = {
     "index": lambda h, _: h[0],
-    "slice": lambda h, _: h[:, ::2],
     "transpose": lambda h, _: h.swapaxes(0, 1),
     "jit that stays": lambda h, _: jax.jit(lambda h: h.reshape(-1, 64), donate_argnums=0)(h),
     "two ways": lambda h, _: jnp.concatenate([h.reshape(-1, 64), h.swapaxes(0, 1).reshape(-1, 64)]),
     "exp": lambda h, _: jnp.exp(h / 8),
-    "square": lambda h, _: jnp.square(h / 8),
     "roll": lambda h, _: h + jnp.roll(h, 1, 1),
     "mask": lambda h, _: h * (jnp.arange(64)[None, None] > 8),
     "mish": lambda h, _: jax.nn.mish(h),  # its softplus is a custom_jvp
-    "log_sigmoid": lambda h, _: jax.nn.log_sigmoid(h),
 }
 # Others that read the products' results `h` or the function's result `g`, at a size that counts.
 OTHER_READERS = {
     "a sum": lambda h, g: 1e6 * jnp.sum(h),
     "a product in bfloat16": lambda h, g: 1e6 * jnp.sum(g[:1] @ g.mT),
-    "a sum of the function": lambda h, g: 1e6 * jnp.sum(g),
     "a loop": lambda h, g: 1e6 * lax.fori_loop(0, 2, lambda _, s: s + jnp.sum(h), 0.0),
 }
 
@@ -300,7 +273,7 @@ def test_what_has_no_good_bound_or_others_read_too_has_its_maximum(name):
     assert relative_error(gradient(WIDE, STACK), gradient_of(of)(WIDE, STACK)) < 0.15
 
 
-@pytest.mark.parametrize("name", in_full(list(BOUNDED)[:6], one_of=2))
+@pytest.mark.parametrize("name", in_full(list(BOUNDED)[:4], one_of=2))
 @pytest.mark.parametrize("size", in_full([1e-20, 1e12, 1.0], first=2))
 def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
     """A product's results are then as large as their bound, by Cauchy and Schwarz."""
@@ -316,36 +289,6 @@ def test_bounds_hold_where_rows_and_columns_point_the_same_way(name, size):
     assert relative_error(vjp(cotangent), exact_vjp(cotangent)) < 0.1
 
 
-def test_a_dense_layer_of_linen_behind_a_reshape_has_its_gradients():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(16, use_bias=False)(x)
-            return nn.Dense(8)(nn.Dense(16)(x.reshape(-1, 16)))
-
-    x = X.reshape(2, 16, 16)
-    variables = jax.jit(Model().init)(jax.random.key(1), x)
-    of = lambda apply: gradient_of(lambda v: jnp.mean(apply(v, x) ** 2))
-    got = of(jmp.adapters.linen.autocast(Model().apply, F8))(variables)
-    assert relative_error(got, of(Model().apply)(variables)) < 0.15
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda h: jnp.where(h > 0, 1.0, 0.0), lambda h: jnp.where(h > 0.1, 20.0, h)],
-    ids=["a step", "a jump"],
-)
-def test_bounds_hold_where_functions_jump(function):
-    of = lambda ws, x: jnp.mean(((function(x @ ws[0]) @ ws[1]) @ ws[2]) ** 2)
-
-    # Aligned: these results are as large as Cauchy and Schwarz's bound.
-    x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])
-    fun = jmp.autocast(of, F8)
-    assert maxima(fun, ws, x) == 0
-    got, expected = gradient_of(fun)(ws, x), gradient_of(of)(ws, x)
-    assert relative_error(got[1:], expected[1:]) < 0.2
-
-
 def test_the_difference_of_each_two_numbers_has_no_bound_of_a_number_minus_itself():
     """JAX repeats both operands of a subtraction whose shapes are (n, 1) and (1, n)."""
     x, w = X[:, :8], WIDE[0][:8, :32]
@@ -357,28 +300,6 @@ def test_the_difference_of_each_two_numbers_has_no_bound_of_a_number_minus_itsel
 
     got, expected = (gradient_of(fun)(w, x) for fun in (jmp.autocast(of, F8), of))
     assert relative_error(got, expected) < 0.15
-
-
-def test_bounds_hold_if_large_numbers_cancel_in_bfloat16():
-    of = lambda ws, x: (jnp.maximum(x @ ws[0], 0.0) + 1000.0 - 1000.0) @ ws[1] @ ws[2]
-    x, ws = jnp.full((32, 16), 0.5), (jnp.full((16, 64), 0.3), *WIDE[1:])  # 2.4, which becomes 4
-    assert bool(jnp.isfinite(jmp.autocast(of, F8)(ws, x)).all())
-
-
-def test_cotangents_of_what_examples_of_a_vmap_share_add_up_within_their_bound():
-    downs = jnp.broadcast_to(WIDE[1], (64, *WIDE[1].shape))
-
-    def gradient(fun):
-        def total(up, gate):
-            return jax.vmap(lambda down: fun((up, gate, down, WIDE[2]), X))(downs).sum()
-
-        return gradient_of(total, (0, 1))(WIDE[0], WIDE[1].T)
-
-    def of(ws, x):
-        up, gate, down, out = ws
-        return jnp.mean((((x @ up) * jax.nn.silu(x @ gate)) @ down @ out) ** 2)
-
-    assert relative_error(gradient(jmp.autocast(of, F8)), gradient(of)) < 0.12
 
 
 def test_a_bound_is_finite_where_factors_are_as_large_as_bfloat16_allows():
@@ -428,35 +349,13 @@ def rematted(ws, x):
     return jnp.mean(x**2)
 
 
-def branched(ws, x):
-    twice = lambda x: jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
-    return jnp.mean((lax.cond(x[0, 0] > -9, twice, lambda x: x, x) @ ws[2]) ** 2)
-
-
-FORMS = {
-    "eager": (unrolled, lambda f: f),
-    "jit": (unrolled, jax.jit),
-    "jit inside": (lambda ws, x: jax.jit(unrolled)(ws, x), lambda f: f),
-    "scan": (scanned, jax.jit),
-    "remat": (rematted, jax.jit),
-    "remat outside": (unrolled, jax.checkpoint),
-}
-
-
-@pytest.mark.parametrize("form", in_full(FORMS.keys(), but=("jit", "scan", "remat")))
-def test_gradients_are_the_same_however_the_program_is_written(form):
-    written, around = FORMS[form]
-    got = jax.grad(around(jmp.autocast(written, F8)))(W, X)
+@pytest.mark.parametrize("written", [unrolled, scanned, rematted])
+def test_gradients_are_the_same_however_the_program_is_written(written):
+    got = gradient_of(jmp.autocast(written, F8))(W, X)
     expected = jax.grad(jmp.autocast(unrolled, F8))(W, X)
     # A scan carries products' results into products: its last one is float8 too.
-    same(got, expected, 0.06 if form == "scan" else 0.02)
+    same(got, expected, 0.06 if written is scanned else 0.02)
     assert relative_error(got, gradient_of(unrolled)(W, X)) < 0.1
-
-
-def test_a_branch_multiplies_in_float8():
-    got = jax.jit(jax.grad(jmp.autocast(branched, F8)))(W, X)
-    assert operands_in_float8(jmp.autocast(branched, F8), W, X) == 4
-    assert relative_error(got, gradient_of(branched)(W, X)) < 0.1
 
 
 def test_what_a_scan_keeps_is_float8():
@@ -487,20 +386,16 @@ def test_examples_of_a_vmap_share_one_scale():
     assert relative_error(inside, jax.tree.map(lambda g: g.sum(0), got)) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("layout", "left", "right"),
-    in_full(
-        [
-            ("bti,io->bto", (2, 8, 16), (16, 8)),
-            ("bti,oi->bto", (2, 8, 16), (8, 16)),
-            ("bti,ihd->bhtd", (2, 8, 16), (16, 2, 4)),
-            ("eti,eio->eto", (2, 8, 16), (2, 16, 8)),
-            ("io,bti->obt", (16, 8), (2, 8, 16)),
-            ("bthd,hdo->bto", (2, 8, 4, 4), (4, 4, 8)),
-        ],
-        one_of=2,
-    ),
-)
+LAYOUTS = [
+    ("bti,oi->bto", (2, 8, 16), (8, 16)),
+    ("bti,ihd->bhtd", (2, 8, 16), (16, 2, 4)),
+    ("eti,eio->eto", (2, 8, 16), (2, 16, 8)),
+    ("io,bti->obt", (16, 8), (2, 8, 16)),
+    ("bthd,hdo->bto", (2, 8, 4, 4), (4, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("layout", "left", "right"), in_full(LAYOUTS, one_of=2))
 def test_layouts_of_einsum_have_the_gradients_of_bfloat16(layout, left, right):
     keys = jax.random.split(jax.random.key(3), 2)
     operands = [jax.random.normal(k, s) for k, s in zip(keys, (left, right), strict=True)]
@@ -516,21 +411,19 @@ def test_layouts_of_einsum_have_the_gradients_of_bfloat16(layout, left, right):
     same(got, expected, 0.12)
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
-def test_forward_mode_is_refused_by_name(around):
-    fun = around(jmp.autocast(loss, F8))
-    with pytest.raises(TypeError, match="forward.mode"):
-        jax.jvp(lambda ws: fun(ws, X), (W,), (W,))
-
-
-def test_a_second_derivative_is_refused_by_name_and_says_what_to_write():
-    grad = jax.grad(lambda w: jmp.autocast(loss, F8)((w, *W), X))
+def test_forward_mode_and_second_derivatives_are_refused_and_it_says_what_to_write():
+    fun = jmp.autocast(loss, F8)
+    for around in (fun, jax.jit(fun)):
+        with pytest.raises(TypeError, match="forward.mode"):
+            jax.jvp(lambda ws, around=around: around(ws, X), (W,), (W,))
+    grad = jax.grad(lambda w: fun((w, *W), X))
     by_hessian = jax.hessian(lambda w: w.sum() + grad(w).sum())
     for second in (jax.grad(lambda w: grad(w).sum()), by_hessian):
         with pytest.raises(TypeError, match="second derivative was asked for.*'mixed_bfloat16'"):
             second(W[0])
 
-    # A penalty on a gradient that is taken inside is a first derivative.
+
+def test_a_penalty_on_a_gradient_that_is_taken_inside_is_a_first_derivative():
     penalty = lambda ws, x: jnp.sum(jax.grad(loss)(ws, x)[0] ** 2)
     got = gradient_of(jmp.autocast(penalty, F8))(W, X)
     assert relative_error(got, gradient_of(penalty)(W, X)) < 0.25
@@ -575,32 +468,24 @@ def gradients_of_one(policy):
     return [gradient_of(f)(WIDE, of_eight_devices()) for f in functions]
 
 
-@pytest.mark.parametrize(
-    ("policy", "place", "recomputes"),
-    in_full([(F8, "inside", False), (f"{F8},r=f32", "outside", False), (F8, "outside", True),
-             (f"{F8},r=f32", "gradient inside", True)], first=1),
-)  # fmt: skip
+@pytest.mark.parametrize("place", in_full(["inside", "outside", "gradient inside"], first=1))
 @pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
-def test_devices_that_share_parameters_have_the_gradients_of_one(
-    policy, place, recomputes, check_vma
-):
-    x = of_eight_devices()
-    of = jax.checkpoint(all_shared) if recomputes else all_shared
-    exact, one = gradients_of_one(policy)
-    inside = jmp.autocast(of, policy) if place != "outside" else of
-
-    mean = lambda ws, x: lax.pmean(inside(ws, x), "d")
+def test_devices_that_share_parameters_have_the_gradients_of_one(place, check_vma):
+    x, policy = of_eight_devices(), F8 if place == "inside" else f"{F8},r=f32"
+    of = all_shared if place == "outside" else jmp.autocast(jax.checkpoint(all_shared), policy)
+    mean = lambda ws, x: lax.pmean(of(ws, x), "d")
 
     def mean_gradient(ws, x):
-        grads = jax.grad(mean if check_vma else inside)(ws, x)
+        grads = jax.grad(mean if check_vma else of)(ws, x)
         return grads if check_vma else lax.pmean(grads, "d")
 
-    is_inside = place == "gradient inside"
     places = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-    mapped = jax.shard_map(mean_gradient if is_inside else mean, mesh=MESH, **places)
-    step = mapped if is_inside else jax.grad(mapped)
-    if place == "outside":
-        step = jax.grad(jmp.autocast(mapped, policy))
+    if place == "gradient inside":
+        step = jax.shard_map(mean_gradient, mesh=MESH, **places)
+    else:
+        mapped = jax.shard_map(mean, mesh=MESH, **places)
+        step = jax.grad(jmp.autocast(mapped, policy) if place == "outside" else mapped)
+    exact, one = gradients_of_one(policy)
     got = jax.jit(step)(WIDE, x)
     assert relative_error(got, one) < 0.02
     assert relative_error(one, exact) < 0.15 and relative_error(got, exact) < 0.15
@@ -789,19 +674,6 @@ def test_gradients_of_parameters_are_float32_before_they_are_reduced_if_asked():
     same(got, jax.grad(jmp.autocast(loss, F8))(W, X), 0.01)
 
 
-def test_an_adapter_and_its_rules_take_the_policy():
-    model = nn.Sequential([nn.Dense(16), jnp.tanh, nn.Dense(16), jnp.tanh, nn.Dense(4)])
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
-
-    def rounded(policy, rules=None):
-        apply = jmp.adapters.linen.autocast(model.apply, policy, rules=rules)
-        return operands_in_float8(lambda v: apply(v, X), variables)
-
-    assert rounded(F8) == 4
-    assert rounded(F8, [("layers_0", BF16)]) == rounded(BF16, [("layers_2", F8)]) == 2
-    assert rounded(BF16) == 0
-
-
 def test_compare_shows_the_errors_of_float8():
     found = diagnostics.compare(loss, F8)(W, X)
     half = diagnostics.compare(loss, BF16)(W, X)
@@ -835,9 +707,3 @@ def test_a_gradient_report_says_what_float8_takes_from_the_cotangents():
     assert as_data["float8_shares"]["float8_e5m2"]["normal"] > 0.9
     plain = diagnostics.gradient_report(of, BF16)(W, X)
     assert plain.float8_cotangents == [] and "float8" not in str(plain)
-
-
-def test_gradients_are_held_in_float8_e4m3fn_as_was_measured():
-    casts = equations_of(jax.grad(jmp.autocast(loss, F8)), W, X)
-    dtypes = [str(cast.params.get("new_dtype")) for cast in casts]
-    assert [name for name in dtypes if "float8" in name] == ["float8_e4m3fn"] * (2 * 2 + 2)

@@ -12,19 +12,21 @@ import functools
 import equinox as eqx
 import flax.linen as nn
 import flax.nnx as nnx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmp
-from jmp.adapters import equinox, haiku, linen
-from jmp.adapters import nnx as nnx_adapter
 from testbed import position_cases
 from testbed.machines.gpus import as_if_cudnn
 from tests.autocasting.attentions import (
     LOWEST,
+    attention,
+    attention_of_jax,
     attentions,
+    hidden,
     lowered,
     normal,
     scores,
@@ -33,26 +35,111 @@ from tests.autocasting.attentions import (
     weigh,
     with_mask_of_keys,
 )
-from tests.autocasting.attentions_on_gpus import (
-    CAUSAL,
-    EMPTY,
-    EQUINOX,
-    FLAX,
-    FOUND,
-    HAIKU,
-    LENGTH,
-    NNX,
-    PADDING,
-    K,
-    Q,
-    V,
-    X,
-    added_mask,
-    attention_of_jax,
-    jax_attention,
-)
 from tests.commands import in_full
 from tests.errors import relative_error
+
+LENGTH = 14
+Q, K, V = (normal(i, 2, LENGTH, heads, 8) for i, heads in enumerate((4, 2, 2)))
+TWO_HEADS = Q[:, :, :2]
+X = normal(3, 2, LENGTH, 32)
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+PADDING = jnp.arange(LENGTH)[None] < jnp.array([LENGTH, 9])[:, None]
+EMPTY = PADDING.at[1].set(False)  # an example without a key
+jax_attention = functools.partial(attention_of_jax, is_causal=True)
+
+
+def flax_attention(params, x, padding):
+    causal = nn.make_causal_mask(x[..., 0])
+    masks = nn.combine_masks(causal, padding[:, None, None])
+    return nn.MultiHeadDotProductAttention(4).apply(params, x, x, mask=masks)
+
+
+def haiku_attention(x):
+    initializer = hk.initializers.VarianceScaling()
+    return hk.MultiHeadAttention(4, 8, w_init=initializer)(x, x, x, mask=CAUSAL[None, None])
+
+
+FLAX = jax.jit(nn.MultiHeadDotProductAttention(4).init)(jax.random.key(0), X, X)
+HAIKU = hk.without_apply_rng(hk.transform(haiku_attention))
+EQUINOX = eqx.partition(eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(1)), eqx.is_array)
+NNX = nnx.split(nnx.MultiHeadAttention(4, 32, 32, decode=False, rngs=nnx.Rngs(0)))
+
+
+def nnx_attention(state, x):
+    return nnx.merge(NNX[0], state)(x, mask=nn.make_causal_mask(x[..., 0]))
+
+
+def equinox_attention(params, x):
+    module = eqx.combine(params, EQUINOX[1])
+    return jax.vmap(lambda row: module(row, row, row, mask=jnp.asarray(CAUSAL)))(x)
+
+
+def repeated_heads(q, k, v):
+    k, v = (jnp.repeat(array, 2, axis=2) for array in (k, v))
+    return attention(lambda x: jnp.where(CAUSAL[None, None], x, -1e9))(q, k, v)
+
+
+def one_head_of_keys(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0]) / 4)
+    return jnp.einsum("bnts,bsd->btnd", weights, v[:, :, 0])
+
+
+def heads_first(q, k, v):
+    """With a softmax by hand."""
+    q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
+    x = jnp.where(CAUSAL[None, None], q @ k.swapaxes(-1, -2) / 3, -jnp.inf)
+    powers = jnp.exp(x - x.max(-1, keepdims=True))
+    return (powers / powers.sum(-1, keepdims=True) @ v).swapaxes(1, 2)
+
+
+def heads_by_vmap(q, k, v):
+    one = lambda q, k, v: jax.nn.softmax(q @ k.T) @ v
+    return jax.vmap(jax.vmap(one, in_axes=1, out_axes=1))(q, k, v)
+
+
+def adds_mask(x, padding):
+    return x + ((1 - padding.astype(jnp.float32)) * LOWEST)[:, None, None]
+
+
+def adds_slopes(x):
+    """ALiBi (Press et al. 2021): a bias that the program computes."""
+    distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None]
+    slopes = jnp.array([0.5, 0.25])[:, None, None]
+    return jnp.where(CAUSAL[None, None], x - (slopes * distance[None])[None], -1e9)
+
+
+def far_from_zero(x):
+    """ALiBi with only the place of the key, and numbers that make no difference."""
+    x = x + (3000 + 0.5 * jnp.arange(LENGTH))[None, None, None]
+    return jnp.where(CAUSAL[None, None], x, -1e9) - 3.0
+
+
+# Name: a function, its floating arguments, and others.
+FOUND = {
+    "Flax": (flax_attention, (FLAX, X), (PADDING,)),
+    "nnx": (nnx_attention, (NNX[1], X), ()),
+    "Haiku": (HAIKU.apply, (HAIKU.init(jax.random.key(0), X), X), ()),
+    "Equinox": (equinox_attention, (EQUINOX[0], X), ()),
+    "jax.nn, groups of heads": (jax_attention, (Q, K, V), ()),
+    "jax.nn, window": (functools.partial(jax_attention, local_window_size=(3, 0)), (Q, K, V), ()),
+    "jax.nn, learned bias": (
+        lambda q, k, v, bias: attention_of_jax(q, k, v, bias),
+        (Q, K, V, normal(9, 1, 4, LENGTH, LENGTH)), ()),
+    "jax.nn, mask": (with_mask_of_keys, (Q, K, V), (PADDING,)),
+    "heads repeated": (repeated_heads, (Q, K, V), ()),
+    "one head of keys": (one_head_of_keys, (Q, K, V), ()),
+    "heads first": (heads_first, (TWO_HEADS, K, V), ()),
+    "heads by vmap": (heads_by_vmap, (TWO_HEADS, K, V), ()),
+    "an added mask": (attention(adds_mask), (TWO_HEADS, K, V), (PADDING,)),
+    "a bias that is computed": (attention(adds_slopes), (TWO_HEADS, K, V), ()),
+    "numbers far from zero": (attention(far_from_zero), (TWO_HEADS, K, V), ()),
+    "one query": (attention_of_jax, (Q[:, :1], K, V), ()),
+    "heads of 80": (attention_of_jax, [normal(i, 1, 6, 2, 80) for i in range(3)], ()),
+    "heads of 128": (attention_of_jax, [normal(i, 1, 6, 2, 128) for i in range(3)], ()),
+    "an odd length": (jax_attention, (Q[:, :7], K[:, :7], V[:, :7]), ()),
+    "an odd number of keys, padded": (
+        with_mask_of_keys, (Q, K[:, :7], V[:, :7]), (PADDING[:, :7].at[:, 5:].set(False),)),
+}  # fmt: skip
 
 
 def stand_in(query, key, value, *terms, implementation=None, **options):
@@ -71,7 +158,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
 
 
-IN_BFLOAT16 = ["Flax, causal and padded", "jax.nn, groups of heads", "jax.nn, learned bias"]
+IN_BFLOAT16 = ["Flax", "jax.nn, groups of heads", "jax.nn, learned bias"]
 CASES = [pytest.param(*case, "mixed_float16", id=name) for name, case in FOUND.items()]
 CASES += [pytest.param(*FOUND[name], "mixed_bfloat16", id=name) for name in IN_BFLOAT16]
 
@@ -111,15 +198,11 @@ def test_a_fused_attention_and_its_gradient_are_those_of_the_plain_one(
 )
 @pytest.mark.parametrize("lowest", [-1e9, LOWEST, -np.inf])
 def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window, lowest):
-    def chosen(q, k, v):
-        return weigh(jax.nn.softmax(jnp.where(mask[None, None], scores(q, k), lowest)), v)
-
-    def added(q, k, v):
-        bias = jnp.where(mask, 0, lowest).astype(jnp.float32)
-        return weigh(jax.nn.softmax(scores(q, k) + bias[None, None]), v)
-
+    bias = np.where(mask, 0, lowest).astype(np.float32)
+    chosen = attention(lambda x: jnp.where(mask[None, None], x, lowest))
+    added = attention(lambda x: x + bias[None, None])
     for function in (chosen, added):
-        ((form,), _) = attentions(function, Q[:, :, :2], K, V)
+        ((form,), _) = attentions(function, TWO_HEADS, K, V)
         assert form.masking[:2] == (is_causal, window)
         assert not form.masking.terms
         assert form.masking.sees_a_key
@@ -133,13 +216,12 @@ def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
 
 @pytest.mark.parametrize("is_added", [False, True], ids=["chosen", "added"])
 def test_a_row_without_a_key_is_the_average_of_the_values_and_moves_no_query(is_added, as_on_cuda):
-    chosen = lambda q, k, v, mask: with_mask_of_keys(q[:, :, :2], k, v, mask)
-    function = added_mask if is_added else chosen
+    function = attention(adds_mask) if is_added else with_mask_of_keys
     fused = jmp.autocast(function, "mixed_float16", attention="fused")
 
     @jax.jit
     def result_and_gradient():
-        result, pull_back = jax.vjp(lambda *args: fused(*args, EMPTY), Q, K, V)
+        result, pull_back = jax.vjp(lambda *args: fused(*args, EMPTY), TWO_HEADS, K, V)
         return result, pull_back(jnp.ones_like(result))
 
     with as_if_cudnn():
@@ -176,61 +258,48 @@ def keys_of_a_grid(q, k, v):  # of images, say
     return jnp.einsum("bhqxy,bxyhd->bqhd", weights, v)
 
 
-TWO_HEADS = Q[:, :, :2]
+def repeated_scores(q, k, v, bias):
+    return weigh(jax.nn.softmax(scores(q[:1], k[:1]) + bias), v)
+
+
+def two_fills(x, mask):
+    return jnp.where(CAUSAL[None, None], hidden(x, mask), LOWEST)
+
+
 LEFT = {
     "dropout": (
-        lambda q, k, v, kept: weigh(jax.nn.softmax(scores(q, k)) * kept, v),
+        lambda q, k, v, kept: attention(after=lambda weights: weights * kept)(q, k, v),
         (jax.random.bernoulli(jax.random.key(0), 0.9, (1, 1, 1, LENGTH)),),
         "mul stands between its softmax and the values"),
-    "soft-capped scores": (
-        lambda q, k, v: weigh(jax.nn.softmax(jnp.tanh(scores(q, k))), v),
-        (), "tanh changes its scores"),
-    "scores and their own sums": (
-        lambda q, k, v: weigh(jax.nn.softmax(scores(q, k) + jnp.cumsum(scores(q, k), -1)), v),
-        (), "no bias with a gradient that differs from example to example"),
-    "keys in reverse": (
-        lambda q, k, v: weigh(jax.nn.softmax(scores(q, k)[..., ::-1]), v),
-        (), "rev changes its scores"),
+    "soft-capped scores": (attention(jnp.tanh), (), "tanh changes its scores"),
+    "keys in reverse": (attention(lambda x: x[..., ::-1]), (), "rev changes its scores"),
     "scores without a gradient": (
-        lambda q, k, v: weigh(jax.nn.softmax(jax.lax.stop_gradient(scores(q, k))), v),
-        (), "stop_gradient changes its scores"),
+        attention(jax.lax.stop_gradient), (), "stop_gradient changes its scores"),
     "weights that do not add up to one": (
         divided_by_other_sums, (), "div stands between its softmax and the values"),
     "a mask that is scaled": (
-        lambda q, k, v, mask: weigh(
-            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) * 1e-3), v),
+        attention(lambda x, mask: hidden(x, mask, -1e4) * 1e-3),
         (PADDING,), "not a constant of -1e4 or below"),
     "a bias over a mask": (
-        lambda q, k, v, mask: weigh(
-            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -1e4) + 1e4), v),
-        (PADDING,), "may undo it"),
+        attention(lambda x, mask: hidden(x, mask, -1e4) + 1e4), (PADDING,), "may undo it"),
     "weights returned": (returned_weights, (), "read elsewhere"),
     "weights that weigh themselves": (squared_weights, (), "computed together with its scores"),
     "another axis": (
         lambda q, k, v: weigh(jax.nn.softmax(scores(q, k), axis=2), v),
         (), "sums over more than the keys"),
     "-inf where rows may be empty": (
-        lambda q, k, v, mask: weigh(
-            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -jnp.inf)), v),
-        (PADDING,), "of -inf"),
+        attention(lambda x, mask: hidden(x, mask, -jnp.inf)), (PADDING,), "of -inf"),
     "different numbers where rows may be empty": (
-        lambda q, k, v, mask: weigh(jax.nn.softmax(jnp.where(
-            CAUSAL[None, None], jnp.where(mask[:, None, None], scores(q, k), -1e9), LOWEST)), v),
-        (PADDING,), "different numbers"),
+        attention(two_fills), (PADDING,), "different numbers"),
     "scores that are repeated": (
-        lambda q, k, v, bias: jnp.einsum(
-            "bhqk,bkhd->bqhd", jax.nn.softmax(scores(q[:1], k[:1]) + bias), v),
-        (normal(8, 2, 1, 1, LENGTH),), "add repeats its scores"),
+        repeated_scores, (normal(8, 2, 1, 1, LENGTH),), "add repeats its scores"),
     "a small penalty": (
-        lambda q, k, v, mask: weigh(
-            jax.nn.softmax(jnp.where(mask[:, None, None], scores(q, k), -3.0)), v),
+        attention(lambda x, mask: hidden(x, mask, -3.0)),
         (PADDING,), "not a constant of -1e4 or below"),
     "a learned bias of each example": (
-        lambda q, k, v, bias: weigh(jax.nn.softmax(scores(q, k) + bias), v),
-        (normal(8, 2, 1, LENGTH, LENGTH),), "cuDNN attention is given no bias"),
+        attention(jnp.add), (normal(8, 2, 1, LENGTH, LENGTH),), "cuDNN attention is given no bias"),
     "a learned temperature": (
-        lambda q, k, v, t: weigh(jax.nn.softmax(scores(q, k) * t), v),
-        (jnp.float32(2),), "not a positive constant"),
+        attention(jnp.multiply), (jnp.float32(2),), "not a positive constant"),
     "keys along two axes": (keys_of_a_grid, (), "not over one axis of keys longer than one"),
     "heads of 12": (
         lambda q, k, v: attention_of_jax(q[..., :4], k[..., :4], v[..., :4]),
@@ -251,8 +320,7 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_and_the_report_says_why
 
 
 def test_an_attention_whose_operands_want_float32_gradients_is_left_as_it_is_and_says_so():
-    attend = lambda q, k, v: weigh(jax.nn.softmax(scores(q, k)), v)
-    fused, (reason,) = attentions(attend, TWO_HEADS, K, V, policy="mixed_float16,r=f32")
+    fused, (reason,) = attentions(attention(), TWO_HEADS, K, V, policy="mixed_float16,r=f32")
     assert not fused
     assert "gradients are to be float32" in reason
 
@@ -291,18 +359,14 @@ def test_a_mask_may_be_a_number_that_the_program_holds(as_on_cuda):
 
 
 def test_weights_that_are_multiplied_by_ones_are_fused_and_noted_once():
-    def with_all_heads(q, k, v):  # as models have it whose heads can be switched off
-        weights = jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(scores(q, k)), jnp.ones(2))
-        return weigh(weights, v)
-
+    # As models have it whose heads can be switched off.
+    with_all_heads = attention(after=lambda x: jnp.einsum("bhqk,h->bhqk", x, jnp.ones(2)))
     fused, reasons = attentions(with_all_heads, TWO_HEADS, K, V)
     assert (len(fused), reasons) == (1, [])
 
 
 def test_weights_that_are_rounded_by_hand_stay_so():
-    def rounded(q, k, v):
-        return weigh(jax.lax.reduce_precision(jax.nn.softmax(scores(q, k)), 5, 3), v)
-
+    rounded = attention(after=lambda weights: jax.lax.reduce_precision(weights, 5, 3))
     assert not attentions(rounded, TWO_HEADS, K, V)[0]
 
 
@@ -312,14 +376,10 @@ def test_products_around_a_softmax_that_are_no_attention_are_not_mentioned():
 
 
 def test_without_cudnn_the_program_is_the_plain_one():
-    programs = [
-        jax.make_jaxpr(jax.grad(lambda q, k, v, run=run: run(q, k, v).sum()))(Q, K, V)
-        for run in (
-            jmp.autocast(jax_attention, "mixed_float16"),
-            jmp.autocast(jax_attention, "mixed_float16", attention="fused"),
-        )
-    ]
-    assert str(programs[0]) == str(programs[1])
+    plain = jmp.autocast(jax_attention, "mixed_float16")
+    fused = jmp.autocast(jax_attention, "mixed_float16", attention="fused")
+    programs = [str(jax.make_jaxpr(jax.grad(squares(run)))(Q, K, V)) for run in (plain, fused)]
+    assert programs[0] == programs[1]
     report = jmp.diagnostics.precision_report(jax_attention, "mixed_float16", attention="fused")
     assert "cuDNN is not detected" in str(report(Q, K, V))
 
@@ -343,37 +403,9 @@ def test_kernels_are_there_under_every_transformation(function, args, kernels):
     assert lowered(function, *args, platform="cuda").count("__cudnn$fmha") == kernels
 
 
-FUSED = {"policy": "mixed_float16", "attention": "fused"}
-
-
-def in_linen():
-    return linen.autocast(nn.MultiHeadDotProductAttention(4).apply, **FUSED), (FLAX, X, X)
-
-
-def in_nnx():
-    fused = nnx_adapter.autocast(nnx.merge(*NNX), **FUSED)
-    return lambda x: fused(x), (X,)
-
-
-def in_equinox():
-    fused = equinox.autocast(lambda module, x: module(x, x, x), **FUSED)
-    return functools.partial(fused, eqx.combine(*EQUINOX)), (X[0],)
-
-
-def in_haiku():
-    return haiku.autocast(HAIKU, **FUSED).apply, (HAIKU.init(jax.random.key(0), X), X)
-
-
-@pytest.mark.parametrize("make", [in_linen, in_nnx, in_equinox, in_haiku])
-def test_every_adapter_fuses_attention(make):
-    function, args = make()
-    assert lowered(function, *args, platform="cuda").count("__cudnn$fmha") == 1
-
-
 def test_each_example_has_its_own_gradient_of_a_bias_that_all_share():
     bias = normal(9, 1, 4, LENGTH, LENGTH)
-    fused = jmp.autocast(lambda *args: attention_of_jax(*args), "mixed_float16", attention="fused")
-    of_bias = jax.grad(lambda *args: (fused(*args) ** 2).sum(), argnums=3)
+    of_bias = jax.grad(squares(fuses(lambda *args: attention_of_jax(*args))), argnums=3)
     text = lowered(jax.vmap(of_bias, (0, 0, 0, None)), *STACKED, bias, platform="cuda")
     kernels = [line for line in text.splitlines() if "__cudnn$fmha" in line]
     # cuDNN adds up the gradient over what it gets.
@@ -385,11 +417,9 @@ def test_each_example_has_its_own_gradient_of_a_bias_that_all_share():
     ("function", "what"),
     [
         (lambda x: jax.jvp(lambda x: fused_attention(x, K, V), (x,), (x,)), "forward-mode"),
-        (lambda x: jax.linearize(lambda x: fused_attention(x, K, V), x)[1](x), "forward-mode"),
         (lambda x: jax.jvp(jax.grad(loss), (x, K, V), (x, K, V)), "a second derivative"),
-        (jax.grad(lambda x: jax.grad(loss)(x, K, V).sum()), "a second derivative"),
     ],
-    ids=["jvp", "linearize", "jvp of grad", "grad of grad"],
+    ids=["jvp", "jvp of grad"],
 )
 def test_derivatives_that_the_kernel_has_not_are_refused_by_the_option_s_name(function, what):
     with pytest.raises(NotImplementedError, match=rf"attention='fused'.*{what}"):
@@ -399,5 +429,4 @@ def test_derivatives_that_the_kernel_has_not_are_refused_by_the_option_s_name(fu
 def test_what_is_kept_is_counted_for_the_platform_that_runs():
     count = lambda run: jmp.diagnostics.memory_report(squares(run))(Q, K, V).activation_bytes
     with as_if_cudnn():
-        fused = jmp.autocast(jax_attention, "mixed_float16", attention="fused")
-        assert count(fused) == count(jmp.autocast(jax_attention, "mixed_float16"))
+        assert count(fused_attention) == count(jmp.autocast(jax_attention, "mixed_float16"))

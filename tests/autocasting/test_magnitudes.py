@@ -39,8 +39,6 @@ def of_sine(fun):
     return lambda h: fun(jnp.sin(h))
 
 
-squared = jax.custom_jvp(jnp.square)
-squared.defjvp(lambda primals, tangents: (primals[0] ** 2, 2 * primals[0] * tangents[0]))
 sigmoid_by_hand = lambda h: 1 / (1 + jnp.exp(-h))
 to_float = lambda x: x.astype(jnp.float32)
 
@@ -48,138 +46,67 @@ to_float = lambda x: x.astype(jnp.float32)
 OF_HALF_VALUES = {
     "itself": (lambda h: h, (-INF, INF, 1, 1)),
     "a sum": (lambda h: h.sum(), (-INF, INF, 1, ROWS * WIDTH)),
-    "a sum of rows": (lambda h: h.sum(-1), (-INF, INF, 1, WIDTH)),
     "a mean": (lambda h: h.sum() / (ROWS * WIDTH), (-INF, INF, 1, 1)),
     "a mean by a product": (lambda h: h.sum() * (2 / WIDTH / ROWS), (-INF, INF, 1, 2)),
-    "a sum times a number": (lambda h: 3 * h.sum(), (-INF, INF, 1, ROWS * WIDTH)),
-    "a sum and an addend": (lambda h: h.sum() + h, (-INF, INF, 1, ROWS * WIDTH)),
     "a square": (lambda h: h**2, (0, INF, 2, 1)),
-    "the same": (lambda h: jnp.square(h), (0, INF, 2, 1)),
-    "times itself": (lambda h: h * h, (0, INF, 2, 1)),
     "times its rows": (lambda h: h[:4] * h[:4], (0, INF, 2, 1)),
     "times a bounded one": (lambda h: h[:4] ** 2 * jnp.sin(h[4:8]), (-INF, INF, 2, 1)),
     "times another": (lambda h: h[:4] * h[4:8], (-INF, INF, 1, 1)),
-    "a cube": (lambda h: h**3, (-INF, INF, 3, 1)),
-    "a cube of magnitudes": (lambda h: jnp.abs(h) ** 3, (0, INF, 3, 1)),
-    "the square of a sum": (lambda h: h.sum(-1) ** 2, (0, INF, 2, WIDTH**2)),
-    "a squared sum times a sum": (
-        lambda h: h.sum() ** 2 * h.sum(-1)[:1],
-        (-INF, INF, 2, 8 * 256**2),
-    ),
-    "a norm": (lambda h: jnp.sqrt((h**2).sum()), (0, INF, 1, 16)),
-    "a reciprocal": (lambda h: 1 / h, (-INF, INF, -1, 1)),
-    "a reciprocal of magnitudes": (lambda h: 1 / jnp.abs(h), (0, INF, -1, 1)),
-    "of a sum": (lambda h: 1 / h.sum(-1), (-INF, INF, -1, 1 / WIDTH)),
-    "a negative power": (lambda h: lax.integer_pow(h, -2), (0, INF, -2, 1)),
     "rsqrt": (lambda h: lax.rsqrt(jnp.abs(h)), (0, INF, -0.5, 1)),
-    "a ratio": (lambda h: h[:4] / h[4:8], (-INF, INF, 0, 1)),
-    "a square over a half value": (lambda h: h[:4] ** 2 / h[4:8], (-INF, INF, 1, 1)),
-    "a real power": (lambda h: jnp.abs(h) ** 2.5, (0, INF, 2.5, 1)),
-    "a power of an array": (lambda h: jnp.abs(h[:4]) ** h[4:8], (-INF, INF, INF, 1)),
-    "cbrt": (lambda h: jnp.cbrt(h.sum(-1)), (-INF, INF, 1 / 3, 2)),
-    "exp": (lambda h: jnp.exp(h), (0, INF, INF, 1)),
-    "exp2": (lambda h: jnp.exp2(h), (0, INF, INF, 1)),
     "expm1": (lambda h: jnp.expm1(h), (-1, INF, INF, 1)),
-    "exp below a maximum": (lambda h: jnp.exp(h - h.max(-1, keepdims=True)), (0, INF, INF, 1)),
+    "chosen where equal": (lambda h: jnp.where(h == 0, h, -7), (-INF, INF, 1, 1)),
+    "elu the other way": (lambda h: jnp.where(h > 0, 7, h), (-INF, 7, 1, 1)),
+    "a cube": (lambda h: h**3, (-INF, INF, 3, 1)),
+    "a reciprocal": (lambda h: 1 / h, (-INF, INF, -1, 1)),
+    "of a sum": (lambda h: 1 / h.sum(-1), (-INF, INF, -1, 1 / WIDTH)),
+    "a ratio": (lambda h: h[:4] / h[4:8], (-INF, INF, 0, 1)),
+    "a power of an array": (lambda h: jnp.abs(h[:4]) ** h[4:8], (-INF, INF, INF, 1)),
+    "exp": (lambda h: jnp.exp(h), (0, INF, INF, 1)),
     "a ratio of powers": (lambda h: jnp.exp(h[:4]) / jnp.exp(h[4:8]), (0, INF, 0, 1)),
     "a sigmoid by hand": (sigmoid_by_hand, (0, 1, -INF, 1)),
     "silu by hand": (lambda h: h[:4] * sigmoid_by_hand(h[4:8]), (-INF, INF, 1, 1)),
     "sinh": (lambda h: jnp.sinh(h), (-INF, INF, INF, 1)),
-    "log": (lambda h: jnp.log(h), (-INF, INF, 0, 1)),
-    "abs": (lambda h: jnp.abs(h), (0, INF, 1, 1)),
-    "neg": (lambda h: -jnp.abs(h), (-INF, 0, 1, 1)),
-    "relu": (lambda h: jnp.maximum(h, 0), (0, INF, 1, 1)),
-    "min": (lambda h: jnp.minimum(h, 3), (-INF, 3, 1, 1)),
     "clip": (lambda h: jnp.clip(h, -2, 5), (-2, 5, 0, 1)),
-    "clip within itself": (lambda h: jnp.clip(jnp.clip(h, -2, 5), -3, 9), (-2, 5, 0, 1)),
-    "clip above": (lambda h: jnp.clip(jnp.abs(h), -9, -3), (-3, -3, 0, 1)),
-    "elu": (lambda h: jnp.where(h > 0, h, -7), (-7, INF, 1, 1)),
-    "elu the other way": (lambda h: jnp.where(h > 0, 7, h), (-INF, 7, 1, 1)),
     "elu by less": (lambda h: jnp.where(h < 0, -7, h), (-7, INF, 1, 1)),
     "chosen by another": (lambda h: jnp.where(h[:4] > 0, h[4:8], -7), (-INF, INF, 1, 1)),
-    "above another one": (lambda h: jnp.where(h[:4] > h[4:8], h[:4], -7), (-INF, INF, 1, 1)),
     "chosen above one": (lambda h: jnp.where(h > 1, h, -7), (-INF, INF, 1, 1)),
-    "chosen where equal": (lambda h: jnp.where(h == 0, h, -7), (-INF, INF, 1, 1)),
-    "cumsum": (lambda h: jnp.cumsum(h, 1), (-INF, INF, 1, WIDTH)),
-    "cumprod": (lambda h: jnp.cumprod(h, 1), (-INF, INF, WIDTH, 1)),
-    "prod": (lambda h: jnp.prod(h, 1), (-INF, INF, WIDTH, 1)),
-    "segment sums": (lambda h: jax.ops.segment_sum(h, PLACES, 3), (-INF, INF, 1, ROWS / 3)),
     "a product of more rows than columns": (lambda h: h.T @ h, (-INF, INF, 1, 1)),
     "two parts of one array": (lambda h: h[::2] + h[1::2], (-INF, INF, 1, 2)),
-    "a prefix sum": (lambda h: lax.associative_scan(jnp.add, h), (-INF, INF, 1, 32)),
-    "two arrays": (lambda h: h[::2] + jnp.tanh(h[1::2]), (-INF, INF, 1, 1)),
-    "larger of two": (lambda h: jnp.maximum(h.sum(-1, keepdims=True), h), (-INF, INF, 1, WIDTH)),
     "a product over many rows": (
         lambda h: ((h @ H.T)[:, :2] ** 2).T @ (h @ H.T).sum(-1),
         (-INF, INF, 3, ROWS * ROWS),
     ),
-    "in a function": (lambda h: jax.nn.relu(h - 1) ** 2, (0, INF, 2, 1)),
-    "of a custom derivative": (lambda h: squared(h.sum(-1)), (0, INF, 2, WIDTH**2)),
-    "in a remat": (lambda h: jax.checkpoint(jnp.square)(h), (0, INF, 2, 1)),
-    "of rows": (lambda h: lax.map(jnp.square, h), (0, INF, 2, 1)),
     "of a carry": (lambda h: lax.scan(lambda c, x: (c + x, c), h[0], h)[1], (-INF, INF, 1, 1)),
-    "a branch": (lambda h: lax.cond(h[0, 0] > 0, jnp.square, jnp.abs, h), (0, INF, 2, 1)),
     "a branch of products": (
         lambda h: lax.cond(h[0, 0] > 0, lambda h: (h @ H.T) ** 2, lambda h: h @ H.T, h),
         (-INF, INF, 2, 1),
     ),
 }
 OF_SINES = {
-    "itself": (lambda s: s, (-1, 1, 0, 1)),
     "and an addend": (lambda s: s + 2, (1, 3, 0, 1)),
-    "less": (lambda s: s - 2, (-3, -1, 0, 1)),
-    "from": (lambda s: 2 - s, (1, 3, 0, 1)),
-    "times a number": (lambda s: -3 * s, (-3, 3, 0, 1)),
     "times zero": (lambda s: 0 * s, (0, 0, 0, 0)),
     "halved": (lambda s: s / 2, (-0.5, 0.5, 0, 0.5)),
-    "a square": (lambda s: s**2, (0, 1, 0, 1)),
     "a square of what is positive": (lambda s: (s + 2) ** 2, (1, 9, 0, 1)),
-    "a square of what is negative": (lambda s: (s - 2) ** 2, (1, 9, 0, 1)),
-    "a cube": (lambda s: (s - 2) ** 3, (-27, -1, 0, 1)),
-    "a root": (lambda s: jnp.sqrt(s + 1), (0, 2**0.5, 0, 1)),
-    "a root of what may be negative": (lambda s: jnp.sqrt(s), (0, 1, 0, 1)),
     "a reciprocal": (lambda s: 1 / (s + 3), (0.25, 0.5, 0, 1)),
-    "a negative one": (lambda s: 1 / (s - 3), (-0.5, -0.25, 0, 1)),
-    "from zero on": (lambda s: 1 / (s + 1), (0.5, INF, 0, 1)),
     "around zero": (lambda s: 1 / s, (-INF, INF, 0, 1)),
-    "up to zero": (lambda s: 1 / (s - 1), (-INF, INF, 0, 1)),
-    "a huge square": (lambda s: (2.0**40 * s) ** 4, (0, INF, 0, 1)),
-    "a huge cube": (lambda s: (2.0**60 * s) ** 3, (-INF, INF, 0, 1)),
     "exp": (lambda s: jnp.exp(s), (math.exp(-1), math.e, 0, 1)),
-    "exp of what is large": (
-        lambda s: jnp.exp(87.5 * s),
-        (math.exp(-87.5), math.exp(87.5), INF, 1),
-    ),
     "exp of what is larger": (lambda s: jnp.exp(88 * s), (math.exp(-88), INF, INF, 1)),
-    "abs": (lambda s: jnp.abs(s), (0, 1, 0, 1)),
-    "abs of what is positive": (lambda s: jnp.abs(s + 2), (1, 3, 0, 1)),
-    "abs of what is negative": (lambda s: jnp.abs(s - 2), (1, 3, 0, 1)),
     "a sum": (lambda s: s.sum(), (-256, 256, 0, 256)),
     "a sum of what is positive": (lambda s: jnp.abs(s).sum(-1), (0, WIDTH, 0, WIDTH)),
     "cumsum": (lambda s: jnp.cumsum(s + 2, 1), (1, 24, 0, WIDTH)),
-    "cumprod": (lambda s: jnp.cumprod(s + 2, 1), (1, 3**8, 0, 1)),
-    "prod": (lambda s: jnp.prod(s + 1, 1), (0, 2**8, 0, 1)),
     "prod of either sign": (lambda s: jnp.prod(s - 2, 1), (-(3**8), 3**8, 0, 1)),
-    "cumprod of either sign": (lambda s: jnp.cumprod(2 * s, 1), (-(2**8), 2**8, 0, 1)),
     "cbrt": (lambda s: jnp.cbrt(8 * s), (-2, 2, 0, 1)),
+    "least places": (lambda s: to_float(jnp.argmin(s, 1)), (0, 256, 0, 1)),
+    "from zero on": (lambda s: 1 / (s + 1), (0.5, INF, 0, 1)),
     "exp2": (lambda s: jnp.exp2(s - 2), (1 / 8, 1 / 2, 0, 1)),
     "chosen by what is transposed": (lambda s: jnp.where((s[:8] > 0).T, s[:8], -7), (-7, 1, 0, 1)),
-    "a product of two": (lambda s: (s[:4] - 1) * (s[4:8] + 3), (-8, 0, 0, 1)),
     "max": (lambda s: jnp.maximum(s + 2, s - 5), (1, 3, 0, 1)),
-    "min": (lambda s: jnp.minimum(s + 2, s - 5), (-6, -4, 0, 1)),
-    "joined": (lambda s: jnp.concatenate([s, 3 + s]), (-1, 4, 0, 1)),
     "padded": (lambda s: jnp.pad(s + 3, 1), (0, 4, 0, 1)),
-    "rows": (lambda s: s[2:4].T, (-1, 1, 0, 1)),
-    "the largest": (lambda s: s.max(-1), (-1, 1, 0, 1)),
     "segment sums": (lambda s: jax.ops.segment_sum(s, PLACES, 3), (-ROWS, ROWS, 0, ROWS / 3)),
-    "and a large constant": (lambda s: s + 70000, (69999, 70001, 0, 1)),
     "as integers": (lambda s: to_float(PLACES[:3]) + s[0, :3], (-(2.0**31) - 1, 2.0**31, 0, 1)),
     "beyond half": (lambda s: 65536.0 * s, (-65536, 65536, 0, 1)),
     "a count": (lambda s: to_float(s > 0).sum(), (0, 256, 0, 256)),
     "numbers": (lambda s: to_float(lax.iota(jnp.int32, 100)), (0, 100, 0, 1)),
-    "places": (lambda s: to_float(jnp.argmax(s, 1)), (0, 256, 0, 1)),
-    "least places": (lambda s: to_float(jnp.argmin(s, 1)), (0, 256, 0, 1)),
-    "integers": (lambda s: to_float(s.astype(jnp.int8)), (-1, 1, 0, 1)),
 }
 CASES = {
     **{f"{name} of h": case for name, case in OF_HALF_VALUES.items()},
@@ -202,15 +129,11 @@ def mapped(fun):
 NEVER = lambda x: lax.while_loop(lambda _: x[0, 0] > 99, lambda _: (), ())
 # Numbers that lay outside of what was found for them.
 OUTSIDE = {
-    "halves of a split": lambda h: jnp.multiply(*jnp.split(jnp.sin(h), 2)),
     "maxima that are transposed": lambda h: (lambda x: x - lax.reshape(
         x.max(2), (4, 4, 1), dimensions=(1, 0)))(h[:8].reshape(4, 4, 4)),
     "a product of few numbers": lambda h: jnp.cumprod(jnp.sin(3 * h) / 2 - 0.4, 0),
     "below an array": lambda h: lax.clamp(-5 * jnp.ones_like(h), jnp.sin(h), 3 * jnp.sin(7 * h)),
-    "above an array": lambda h: lax.clamp(
-        1 + 2 * jnp.sin(9 * h), jnp.sin(h), 9 * jnp.ones_like(h)),
     "the power of zero": lambda h: lax.pow(jnp.exp(h), 0.0) + h,
-    "the integer power of zero": lambda h: lax.integer_pow(jnp.exp(h), 0) + h,
     "not a number in a branch": lambda h: jnp.exp(
         lax.cond(h[0, 0] > -99, lambda: 2.0, lambda: jnp.nan)),
     "a lookup beyond the end": lambda h: jnp.sin(h).at[jnp.array([1, 100])].get(
@@ -220,13 +143,11 @@ OUTSIDE = {
     "a sum over examples": lambda h: jax.vmap(
         lambda row: lax.psum(2 + jnp.sin(row), "d"), axis_name="d")(h),
     "numbers as booleans": lambda h: (4 + jnp.sin(h)).astype(bool) * 1.0,
-    "numbers that are truncated": lambda h: (0.7 + jnp.sin(h) / 5).astype(jnp.int32) * 1.0,
     "integers that wrap": lambda h: (lax.iota(jnp.uint8, 10) - jnp.uint8(20)) * 1.0,
     "integers of another sign": lambda h: 1.0 * (
         (3 * jnp.sin(h)).astype(jnp.int32).astype(jnp.uint8)),
     "complex numbers": lambda h: jnp.abs(jnp.sin(lax.complex(h, 5 * h))),
     "a sum of nothing": lambda h: (2 + jnp.sin(h[:0])).sum(0),
-    "a product of nothing": lambda h: (2 + jnp.sin(h[:0])).prod(0),
     "a large exponent": lambda h: jnp.exp(jnp.clip(h, 88.3, 88.6)),
     "a loop that carries nothing": lambda h: NEVER(h) or h,
 }  # fmt: skip
@@ -261,16 +182,12 @@ def test_a_length_that_is_not_known_bounds_nothing():
 # What was added to a value, and what the value was multiplied by before.
 OFFSETS = {
     "itself": (lambda h: h, 0, 1),
-    "a sum": (lambda h: h + 288, 288, 1),
     "a difference": (lambda h: 288 - h, 288, 1),
-    "less": (lambda h: h - 288, -288, 1),
     "of a multiple": (lambda h: -10 * h + 288, 288, 10),
     "a multiple of it": (lambda h: (h + 288) * -10, -2880, 10),
-    "a part of it": (lambda h: (h + 288) / 2, 144, 0.5),
     "one after another": (lambda h: (h + 300) + 700, 1000, 1),
     "of the larger of two": (lambda h: (5 * h[:4] + 7) + (h[4:8] + 3), 10, 5),
     "taken away": (lambda h: (h + 300) - 300, 0, 1),
-    "moved": (lambda h: (h + 300).T[:3], 300, 1),
     "a power": (lambda h: jnp.exp(h + 5), 0, 1),
     "an array": (lambda h: h + MEANS, 250, 1),
 }
@@ -283,34 +200,26 @@ def test_the_offset_of_an_operation(name):
     assert [found.offset, found.scale] == pytest.approx(expected)
 
 
-def test_an_offset_is_large_from_eight_times_what_it_was_added_to():
+def test_an_offset_is_large_from_eight_times_what_it_was_added_to_and_coarse_later():
+    """Coarse is where neighbours are a sixteenth apart: 64 times 2^-10, and 8 times 2^-7."""
     assert not Magnitude(offset=-24, scale=3).has_large_offset
     assert Magnitude(offset=-25, scale=3).has_large_offset
-    assert not Magnitude(offset=math.inf).has_large_offset  # a mask
-
-
-def test_an_offset_is_coarse_where_neighbours_are_a_sixteenth_apart():
-    halves = [np.dtype(half) for half in (jnp.float16, jnp.bfloat16)]
-    # 64 times 2^-10 is a sixteenth, and 8 times 2^-7.
-    for half, edge in zip(halves, (64, 8), strict=True):
+    mask = Magnitude(offset=math.inf)
+    assert not mask.has_large_offset
+    for half, edge in ((np.dtype(jnp.float16), 64), (np.dtype(jnp.bfloat16), 8)):
         assert not Magnitude(offset=-3 * edge, scale=3).is_coarse(half)
         assert Magnitude(offset=-3 * edge - 1, scale=3).is_coarse(half)
-        assert not Magnitude(offset=math.inf).is_coarse(half)
+        assert not mask.is_coarse(half)
 
 
 WITHIN = [
-    Magnitude(),
     Magnitude(terms=16),
-    Magnitude(degree=0, terms=16),
     Magnitude(degree=0, terms=1 / 99),
-    Magnitude(degree=0.5, terms=1 / 99),
-    Magnitude(degree=-1),
     Magnitude(degree=-1, terms=1 / 16),
     Magnitude(-LARGEST_HALF, LARGEST_HALF, degree=9, terms=99),
     Magnitude(0, 1e-9),
     Magnitude(SMALLEST_HALF / 2, math.inf),
     Magnitude(0, math.inf, degree=0),
-    Magnitude(-1e-9, 0),
     Magnitude(SMALLEST_HALF, 1),
     Magnitude(-1, -SMALLEST_HALF),
 ]

@@ -1,19 +1,14 @@
-"""What JAX traces in newer forms under its upgrade flags, and primitives that nothing plans."""
+"""What JAX traces in newer forms under its upgrade flags."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 import jmp
-from jmp import _jax_compat
 from tests.errors import largest_error
 from tests.products import product_dtypes, tanh_layer
 
@@ -59,11 +54,8 @@ def with_custom_vjp(w, x):
 REMATS = {
     "plain": with_remat,
     "dots": lambda w, x: with_remat(w, x, policy=jax.checkpoint_policies.dots_saveable),
-    "beside": lambda w, x: with_remat(w, x, prevent_cse=False),
     "names": with_names,
     "in a scan": lambda w, x: lax.scan(lambda c, _: (c, with_remat(w, x)), 0.0, None, 2)[1].sum(),
-    "in a vmap": lambda w, x: jax.vmap(with_remat, (None, 0))(w, x[:, None]).sum(),
-    "in a remat": lambda w, x: jax.checkpoint(with_remat)(w, x),
     "of a custom_jvp": lambda w, x: jax.checkpoint(with_custom_jvp)(w, x),
 }
 
@@ -142,54 +134,3 @@ def test_a_function_that_was_traced_before_is_seen_through():
     assert found.operation == "log"
     report = str(jmp.diagnostics.gradient_report(lambda w: traced(w, X, KEYS[2]))(jnp.abs(W)))
     assert "log" in report
-
-
-# A primitive of somebody's.
-
-holder_p = Primitive("holder")
-holder_p.def_impl(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0])
-holder_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals[0])
-mlir.register_lowering(
-    holder_p, mlir.lower_fun(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0], False)
-)
-
-
-def held(w, x):
-    return holder_p.bind(w, x, jaxpr=jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w))(w, x))
-
-
-def in_a_kernel(w, x):
-    def kernel(w, x, result):
-        result[...] = x[...] @ w[...]
-
-    return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(w, x)
-
-
-def said(fun):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jmp.autocast(fun, "mixed_float16")(W, X)
-    return [str(warning.message) for warning in caught]
-
-
-def test_products_that_nothing_plans_are_named_once():
-    (message,) = said(lambda w, x: held(w, x @ w) + held(w, x))
-    assert "does not plan what holds these products, which stay float32: 2 in holder. " in message
-    (message,) = said(held)
-    assert "computes no product" in message and "inside holder, which runs as written" in message
-
-
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda w, x: jmp.full_precision(held)(w, x @ w),
-        lambda w, x: jnp.sort(x @ w, axis=0) + jnp.zeros_like(x).at[0].add(1.0),
-        lambda w, x: lax.reduce(x @ w, 0.0, lambda a, b: a + b, (0,)),
-        lambda w, x: jnp.linalg.solve(w, (x @ w).T),
-        lambda w, x: tanh_layer(x @ w, w),
-        lambda w, x: in_a_kernel(w, x @ w),
-    ],
-    ids=["full_precision", "sort and scatter", "reduce", "solve", "custom_vjp", "kernel"],
-)
-def test_what_is_known_or_marked_is_not_named(fun):
-    assert said(fun) == []

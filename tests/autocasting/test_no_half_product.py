@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 import jmp
-from jmp import diagnostics
+from jmp import _jax_compat, diagnostics
+from tests.products import tanh_layer
 
 F16 = "mixed_float16"
 X = jnp.eye(4)
@@ -26,12 +30,24 @@ def custom(x):
 custom.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x.T,))
 
 
-@jax.custom_vjp
-def custom_by_wish(x):
-    return jmp.full_precision(jnp.matmul)(x, x)
+# A primitive of somebody's, which nothing plans.
+holder_p = Primitive("holder")
+holder_p.def_impl(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0])
+holder_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals[0])
+mlir.register_lowering(
+    holder_p, mlir.lower_fun(lambda *xs, jaxpr: _jax_compat.as_function(jaxpr)(*xs)[0], False)
+)
 
 
-custom_by_wish.defvjp(lambda x: (x @ x, x), lambda x, ct: (2 * ct @ x.T,))
+def held(w, x):
+    return holder_p.bind(w, x, jaxpr=jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w))(w, x))
+
+
+def in_a_kernel(w, x):
+    def kernel(w, x, result):
+        result[...] = x[...] @ w[...]
+
+    return pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(w, x)
 
 
 def in_nests(function):
@@ -92,24 +108,34 @@ SILENT = {
     "an inner product": (lambda x: x[0] @ x[1], {}),
     "integers": (lambda x: x.astype(jnp.int32) @ x.astype(jnp.int32), {}),
     "a rule": (in_head(precise), {"rules": [("head", "float32")]}),
-    "a rule on custom_vjp": (in_head(custom), {"rules": [("head", "float32")]}),
     "full=": (lambda x: x @ x, {"full": ["dot_general"]}),
     "full_precision": (jmp.full_precision(in_nests(precise)), {}),
-    "full_precision in custom_vjp": (custom_by_wish, {}),
     "autocast in float32": (jmp.autocast(in_nests(precise), "float32"), {}),
     "another autocast": (jmp.autocast(lambda x: x @ x, "mixed_bfloat16"), {}),
-    "half by hand": (lambda x: x.astype(jnp.float16) @ x.astype(jnp.float16), {}),
     "half operands": (
         lambda x: jnp.matmul(*2 * [x.astype("float16")], preferred_element_type="float32"), {}
     ),
     "one is lowered": (lambda x: precise(x @ x), {}),
     "a derivative of its own": (jax.nn.silu, {}),
+    "held, in full precision": (lambda x: jmp.full_precision(held)(x, x @ X), {}),
+    "a sort and a scatter": (lambda x: jnp.sort(x @ X, axis=0).at[0].add(1.0), {}),
+    "a reduction": (lambda x: lax.reduce(x @ X, 0.0, lambda a, b: a + b, (0,)), {}),
+    "a solver": (lambda x: jnp.linalg.solve(X, x @ X), {}),
+    "a custom_vjp beside a product": (lambda x: tanh_layer(x @ X, X), {}),
+    "a kernel": (lambda x: in_a_kernel(X, x @ X), {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("function", "options"), SILENT.values(), ids=SILENT)
 def test_it_is_not_given(function, options):
     assert said(function, X, **options) is None
+
+
+def test_products_of_a_primitive_that_nothing_plans_are_named_once():
+    message = said(lambda x: held(x, x @ X) + held(X, x), X)
+    assert "does not plan what holds these products, which stay float32: 2 in holder. " in message
+    message = said(lambda x: held(x, x), X)
+    assert "computes no product" in message and "inside holder, which runs as written" in message
 
 
 def test_it_is_given_once_and_names_the_place_of_the_call():

@@ -33,16 +33,6 @@ def example(examples, i):
     return jax.tree.map(lambda x: x[i], examples)
 
 
-def one_by_one(gradient):
-    """A function of all examples, of a compiled one of a single example."""
-
-    def run(examples):
-        each = [gradient(example(examples, i)) for i in range(EXAMPLES)]
-        return jax.tree.map(lambda *x: np.stack(x), *each)
-
-    return run
-
-
 def rounded(jaxpr, consts=()):
     """A function that computes a jaxpr, each of whose half results is rounded."""
 
@@ -85,11 +75,13 @@ def jit(fun, half):
     return jax.jit(every, compiler_options={"xla_allow_excess_precision": False})
 
 
-def gradient(loss):
-    """The gradient of a function of `(params, inputs)` as a user of loss scaling has it."""
+def gradients(loss, dtype, examples):
+    """The gradients of a function of parameters and inputs as a user of loss scaling has them."""
 
     scaled = lambda params, inputs: loss(params, *inputs) * SCALE
-    return lambda arguments: jax.tree.map(lambda g: g / SCALE, jax.grad(scaled)(*arguments))
+    run = jit(lambda arguments: jax.grad(scaled)(*arguments), dtype)
+    each = [run(example(examples, i)) for i in range(EXAMPLES)]
+    return jax.tree.map(lambda *x: np.stack(x) / SCALE, *each)
 
 
 def of_vmap(loss):
@@ -106,22 +98,6 @@ def of_scan(loss):
     return total
 
 
-def plain(loss, half):
-    return one_by_one(jit(gradient(jmp.autocast(loss, f"mixed_{half}")), half))
-
-
-def of_all(loss, half):
-    """Remat in vmap in scan in jit: two examples in each step."""
-    total = of_scan(of_vmap(jax.checkpoint(loss)))
-    run = jit(gradient(jmp.autocast(total, f"mixed_{half}")), half)
-
-    def in_pairs(examples):
-        pairs = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), examples)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(pairs))
-
-    return in_pairs
-
-
 @functools.cache
 def arguments(case):
     """Parameters and inputs of all examples, one behind the other."""
@@ -134,8 +110,7 @@ def arguments(case):
 def of_model(loss, dtype):
     """The gradients of the model that is written in a dtype."""
     (case,) = (case for case in CASES if case.loss is loss)
-    run = jit(gradient(functools.partial(loss, jnp.dtype(dtype))), dtype)
-    return one_by_one(run)(arguments(case))
+    return gradients(functools.partial(loss, jnp.dtype(dtype)), dtype, arguments(case))
 
 
 def products(function, *args):
@@ -156,10 +131,9 @@ def expected_products(case, half):
 
 @pytest.mark.parametrize("case", in_full(CASES, one_of=10), ids=lambda case: case.name)
 def test_the_gradient_is_as_good_as_by_hand(case):
-    # Rows take turns with half types and ways.
-    half = HALVES[CASES.index(case) % 2]
-    way = (plain, of_all)[CASES.index(case) // 2 % 2]
-    got = way(in_float32(case), half)(arguments(case))
+    half = HALVES[CASES.index(case) % 2]  # rows take turns with half types
+    autocast = jmp.autocast(in_float32(case), f"mixed_{half}")
+    got = gradients(autocast, half, arguments(case))
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype(np.float32)}
     reference = of_model(case.by_hand, "float32")
     by_hand = relative_error(of_model(case.by_hand, half), reference)

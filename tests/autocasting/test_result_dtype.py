@@ -106,23 +106,6 @@ def test_other_products_too(name, half):
     jax.jvp(jax.grad(total(lowered)), operands, tangents)
 
 
-TRANSFORMED = {
-    "scan": lambda w, x: lax.scan(lambda c, row: (c, logits(w, row)), 0.0, x[:, None])[1],
-    "remat": lambda w, x: jax.checkpoint(logits)(w, x),
-    "vmap": lambda w, x: jax.vmap(logits, (None, 0))(w, x[:, None]),
-    "jit": lambda w, x: jax.jit(logits)(w, x),
-}
-
-
-@pytest.mark.parametrize("fun", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_under_transformations(fun):
-    lowered = jmp.autocast(fun, "mixed_float16", rules=only_head("float16"))
-    assert set(product_dtypes(lowered, W, X)) == {"float16", "float16 float32"}
-    expected = jmp.autocast(logits, "mixed_float16", rules=only_head("float16"))(W, X)
-    np.testing.assert_allclose(lowered(W, X).reshape(expected.shape), expected, rtol=1e-5)
-    jax.grad(lambda w: jnp.sum(lowered(w, X)))(W)
-
-
 def test_logits_beyond_float16_stay_finite():
     far = {"body": W["body"], "head": 1e4 * W["head"]}
     lowered = jmp.autocast(logits, "mixed_float16", rules=only_head("float16"))

@@ -20,18 +20,9 @@ def over_root(q, k, v):
     return jax.nn.softmax(q @ k.T / WIDTH**0.5) @ v
 
 
-def times_root(q, k, v):
-    return jax.nn.softmax(WIDTH**-0.5 * (q @ k.T)) @ v
-
-
 def by_einsum(q, k, v):
     scores = jnp.einsum("qd,kd->qk", q, k, preferred_element_type=jnp.float32)
     return jax.nn.softmax(jnp.where(jnp.eye(ROWS) > 0, -1e9, scores / WIDTH**0.5)) @ v
-
-
-def by_jax(q, k, v):
-    q, k, v = (array[None, :, None] for array in (q, k, v))
-    return jax.nn.dot_product_attention(q, k, v)[0, :, 0]
 
 
 def between_products(q, k, v):
@@ -42,7 +33,7 @@ def in_a_scan(q, k, v):
     return lax.scan(lambda c, _: (over_root(q, k, v), None), v, None, length=2)[0]
 
 
-WAYS = (over_root, times_root, by_einsum, by_jax, between_products, in_a_scan)
+WAYS = (over_root, by_einsum, between_products, in_a_scan)
 
 
 @pytest.mark.parametrize("way", WAYS)

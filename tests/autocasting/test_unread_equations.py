@@ -43,10 +43,8 @@ def in_a_custom_derivative(x, w):
 # What stands beside a product, which is all that is returned.
 PLACES = {
     "at the top": lambda x, w: FOUND.bind(x @ w),
-    "of a neutral value": lambda x, w: FOUND.bind(jnp.tanh(x)),
     "in a jit": lambda x, w: jax.jit(FOUND.bind)(x @ w),
     "in a scan": lambda x, w: lax.scan(lambda c, row: (c, FOUND.bind(row[None] @ w)), 0.0, x),
-    "in a remat": lambda x, w: jax.checkpoint(lambda y: FOUND.bind(jnp.sin(y @ w)) * 2)(x),
     "in a branch": lambda x, w: lax.cond(x.sum() > 0, FOUND.bind, jnp.sin, x @ w),
     "in a custom derivative": in_a_custom_derivative,
     "of one that is read": lambda x, w: FOUND.bind(jnp.tanh(FOUND.bind(x @ w))),
