@@ -120,18 +120,6 @@ def test_numpy_arrays_and_keys_are_arrays_and_all_else_comes_back_as_it_is():
     assert got[3] == {"name": "a", "n": 3, "f": jnp.exp}
 
 
-def test_methods_and_partials():
-    class Model:
-        def __call__(self, x):
-            return x @ W
-
-        method = __call__
-
-    expected = jmp.autocast(lambda x: x @ W, F16)(X)
-    for function in (Model(), Model().method, functools.partial(lambda w, x: x @ w, W)):
-        np.testing.assert_array_equal(jmp.autocast(function, F16)(X), expected)
-
-
 # Sending it elsewhere.
 
 

@@ -198,22 +198,6 @@ def test_an_integer_loop_around_a_loop_that_runs_to_a_tolerance_is_lowered():
     assert product_dtypes(autocast, WEIGHTS[0], BIASES[0]) == {"float16": 1, "float32": 1}
 
 
-def test_a_scan_may_start_from_an_array_that_the_program_holds():
-    start = np.zeros((2, 4), np.float32)
-
-    @jax.jit
-    def states(w, xs):
-        def step(h, x):
-            h = jnp.tanh(h @ w + x @ w)
-            return h, h
-
-        return jax.lax.scan(step, start, xs)[1]
-
-    w, xs = jnp.eye(4), jnp.full((3, 2, 4), 0.1)
-    got = jmp.autocast(states, "mixed_float16")(w, xs)
-    np.testing.assert_allclose(got, states(w, xs), rtol=1e-2)
-
-
 # Which loops run to a tolerance.
 
 X = jnp.ones(4)

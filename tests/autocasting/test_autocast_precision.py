@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from jax import lax
 
 import jmp
 from jmp import diagnostics
-from jmp.adapters import linen
 from tests.products import PRODUCTS, named
 
 F16 = "mixed_float16"
@@ -140,12 +138,6 @@ def head(x):
         return custom_vjp(x @ X)
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4, name="head")(nn.Dense(4)(x))
-
-
 def test_every_way_to_ask_for_float32_has_it():
     asked = {
         "rules": lowered(head, rules=[("head", "float32")]),
@@ -154,10 +146,6 @@ def test_every_way_to_ask_for_float32_has_it():
     }
     for way, function in asked.items():
         assert set(found(function)) == {"HIGHEST"}, way
-    module = Net()
-    variables = module.init(jax.random.key(0), X)
-    apply = linen.autocast(module.apply, F16, rules=[("head", "float32")])
-    assert found(jax.grad(lambda v: apply(v, X).sum()), variables).keys() == {"HIGHEST"}
 
 
 def test_a_scope_inside_what_runs_as_written_is_a_region():
@@ -167,7 +155,6 @@ def test_a_scope_inside_what_runs_as_written_is_a_region():
 
     function.defvjp(lambda x: (function(x), None), lambda _, ct: (ct,))
     assert found(lowered(function)) == {"HIGHEST": 1, None: 1}
-    assert found(lowered(head, rules=[("head", "float32")])) == {"HIGHEST": 2}
     assert found(lowered(head)) == {None: 1}
 
 
@@ -418,8 +405,6 @@ def test_the_price_of_the_highest_precision_is_a_hazard():
     (sentence,) = report(function).hazards
     assert f":{line} (head), with 1 other place, multiplies float32 with HIGHEST" in sentence
     assert "(67% of the operations of products)" in sentence
-    assert "67 TFLOP/s" in sentence and "494 in TF32" in sentence and "7.4 times" in sentence
-    assert "jax.default_matmul_precision('tensorfloat32')" in sentence
     # One that takes less than a hundredth has hardly a price.
     many = lambda x: exact(lax.scan(lambda c, _: (c @ X, None), x, length=100)[0])
     assert report(many).hazards == []

@@ -21,6 +21,7 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (4, 8))
 W = jax.random.normal(KEYS[1], (8, 8)) * 8**-0.5
 STACK = jax.random.normal(KEYS[2], (3, 8, 8)) * 8**-0.5
+HELD = np.zeros((1, 8), np.float32)
 
 
 def dense(x, w):
@@ -64,18 +65,6 @@ def switched(x, w):
 
 def recomputed(x, w, policy=None):
     return jax.checkpoint(lambda x: dense(dense(x, w), w), policy=policy)(x)
-
-
-@jax.custom_jvp
-def double(x):
-    return 2 * x
-
-
-double.defjvp(lambda primals, tangents: (double(*primals), 2 * tangents[0]))
-
-
-def custom_jvp(x, w):
-    return double(x @ w)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -165,6 +154,9 @@ FUNCTIONS = {
     "scan backwards": lambda x, w: lax.scan(
         lambda h, _: (dense(h, w), h), x, None, length=3, reverse=True, unroll=2
     ),
+    "scan from a held array": jax.jit(
+        lambda x, w: lax.scan(lambda h, row: (dense(h + row, w), h), HELD, x[:, None])
+    ),
     "map": lambda x, w: lax.map(lambda row: dense(row[None], w), x),
     "no turn": lambda x, w: lax.scan(lambda h, _: (dense(h, w), h), x, None, length=0),
     "mixed carry": scanned_mixed_carry,
@@ -178,7 +170,6 @@ FUNCTIONS = {
     "remat with a policy": functools.partial(
         recomputed, policy=jax.checkpoint_policies.dots_saveable
     ),
-    "custom_jvp": custom_jvp,
     "custom_jvp with a product": custom_jvp_with_a_product,
     "custom_vjp": custom_vjp,
     "callbacks": callbacks,
@@ -252,7 +243,9 @@ def test_autocast_of_a_gradient(name):
     assert_same(jmp.autocast(gradient, F16)(X, W), expected, atol=0.1)
 
 
-@pytest.mark.parametrize("function", [dense, scanned, recomputed, custom_jvp, indexed])
+@pytest.mark.parametrize(
+    "function", [dense, scanned, recomputed, custom_jvp_with_a_product, indexed]
+)
 def test_under_vmap(function):
     xs = jnp.stack([X, -X])
     batched = lambda f: jax.vmap(f, (0, None))
