@@ -21,30 +21,10 @@ def mask_over_the_keys(x, w, mask):
     return jax.nn.softmax(x @ w + mask, -1) @ w
 
 
-@planned(X, W, ROW)
-def bias_before_the_loss(x, w, b):
-    """A bias before a loss is peeled off."""
-    return jax.nn.log_softmax(x @ w + b, -1).sum()
-
-
-@planned(X, W)
-def sum_and_its_parts(x, w):
-    """No addition is peeled off where both operands enter anyway."""
-    y, z = x @ w, x @ w
-    return (jnp.exp(y + z) * jnp.tanh(y) * jnp.tanh(z)) @ w
-
-
 @planned(X, W, ROW, recompute="all")
 def linear_island(x, w, b):
     """An island that is linear throughout is not peeled away."""
     return (x @ w - w) @ w, x @ w + b
-
-
-@planned(X, W)
-def row_maximum(x, w):
-    """A reduction over rows without a sum is recomputed."""
-    y = x @ w
-    return (y / jnp.max(y * 1e9, -1, keepdims=True)) @ w
 
 
 @planned(struct(16, 8), struct(8, 16392))
@@ -65,25 +45,6 @@ def norm_and_residual(x, k, scale):
     y = conv(x, k)
     z = (y - y.mean((0, 1, 2))) * scale - 0.5
     return conv(jnp.tanh(z) + y, k), conv(z * x, k)
-
-
-@planned(X, W)
-def two_islands_of_one_depth(x, w):
-    """Islands that do not touch are two."""
-    y, z = x @ w, x @ w
-    return jnp.exp(y) @ w, jnp.exp(z) @ w
-
-
-@planned(X, W)
-def sums_of_both_kinds(x, w):
-    """Sums over rows are kept, but a softmax is computed again as a whole."""
-    y, z, v = x @ w, x @ w, x @ w
-    shifted = z - lax.stop_gradient(z.max(-1, keepdims=True))
-    return (
-        (y / jnp.sum(y, -1, keepdims=True)) @ w,
-        (jnp.exp(shifted) / jnp.sum(shifted, -1, keepdims=True)) @ w,
-        (v / jnp.sum(v * 1e9)) @ w,
-    )
 
 
 @planned(struct(127, 128), W)
@@ -108,22 +69,6 @@ def what_islands_compute_for_themselves(x, w, keep, b):
     sine = jnp.sin(causal)
     given = jnp.where(keep, b, -1e9)
     return jnp.exp(y + causal) @ w, jnp.exp(z + sine) @ w, jnp.exp(v + given) @ w
-
-
-@planned(X, W, ROW)
-def two_linear_nodes_in_front(x, w, b):
-    """A chain of additions is peeled off as one."""
-    y, z = x @ w, x @ w
-    s = (y + z + b).reshape(64, 256)
-    return jnp.exp(s).reshape(128, 128) @ w
-
-
-@planned(X, W, ROW)
-def half_and_float32_in_front(x, w, b):
-    """No addition of a float32 operand is peeled off, nor one whose operand the island reads."""
-    y, z = x @ w, x @ w
-    summed = jnp.cumsum(x @ w, 0)
-    return jnp.exp(y + summed) @ w, (jnp.exp(z + b) * z) @ w
 
 
 @planned(struct(256, 128), W)
@@ -163,37 +108,7 @@ def vector_as_large_as_the_result(x, w, b):
     return y.reshape(128, 128) @ w
 
 
-@planned(X, W, ROW)
-def repetition_of_a_sine(x, w, b):
-    """The small value that a large one is made of is read, whatever it is made of."""
-    row = jnp.broadcast_to(jnp.sin(b), (128, 128))
-    return jnp.exp(x @ w + row * 2) @ w
-
-
-@planned(X, W, ROW)
-def softmax_that_the_loss_reads_too(x, w, mask):
-    """A mask over the keys stays in the island if any of its results feeds a product."""
-    p = jax.nn.softmax(x @ w + mask, -1)
-    return p @ w, jnp.log(p).sum()
-
-
 # Norms over leading axes.
-
-
-@planned(IMAGE, KERNEL)
-def norm_over_the_batch_and_one_over_images(x, k):
-    """One sum over the batch is enough to need two passes."""
-    y = conv(x, k)
-    y = y - y.mean((0, 1, 2))
-    return conv(y * lax.rsqrt((y * y).mean((1, 2), keepdims=True)), k)
-
-
-@planned(IMAGE, KERNEL)
-def norm_of_what_is_added_behind_it(x, k):
-    """The end of a norm stands between, also where both sides read one value."""
-    y = jnp.tanh(conv(x, k))
-    z = y - y.mean((0, 1, 2))
-    return conv(jnp.tanh(z) + y, k)
 
 
 @planned(X, W, ROW)
@@ -203,13 +118,6 @@ def norm_over_the_batch(x, w, b):
     centred = y - y.mean(0)
     scaled = centred / jnp.sqrt((centred * centred).mean(0) + 1e-5)
     return (scaled * b + b) @ w
-
-
-@planned(X, W)
-def mean_that_is_added(x, w):
-    """One sum over everything is a number, and no norm."""
-    y = x @ w
-    return (y - y.mean()) @ w, (y * y.mean(0)) @ w
 
 
 @planned(X, W)
@@ -293,23 +201,6 @@ def softmax_that_nothing_rounds(x, w):
 
 def _scaled(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
-@planned(X, W)
-def stream_of_branches_that_end_in_tanh(x, w):
-    """The sum is half: the norm reads it, and so does the next sum."""
-    x = x @ w
-    for _ in range(2):
-        x = x + jnp.tanh(_scaled(x) @ w)
-    return x @ w
-
-
-@planned(X, W)
-def stream_of_norms(x, w):
-    """A sum is half that nothing else in its component reads."""
-    x = x @ w
-    x = x + _scaled(x @ w)
-    return (x + _scaled(x @ w)) @ w
 
 
 @planned(X, W)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.lax import Precision
 
 import jmp
-from testbed.planned.cases import IMAGE, INDICES, KERNEL, ROW, W, X, conv, new_cases, struct
+from testbed.planned.cases import INDICES, ROW, W, X, new_cases, struct
 
 CASES, planned = new_cases()
 
@@ -34,36 +34,11 @@ def small_numbers(x, w):
     return lax.max(y, 1e-5) @ w, lax.max(y, -jnp.inf) @ w, lax.max(y, 0.0) @ w
 
 
-@planned(X, W, policy="mixed_bfloat16")
-def small_numbers_in_bfloat16(x, w):
-    """bfloat16 holds 1e-5 as well as another number."""
-    return lax.max(x @ w, 1e-5) @ w
-
-
 @planned(X, W)
 def residual_around_a_product(x, w):
     """Operations on both sides of a product are two islands, and in order."""
     y = jnp.exp(x @ w)
     return (jnp.exp(y @ w) + y) @ w
-
-
-@planned(IMAGE, KERNEL)
-def norm_with_one_statistic(x, k):
-    """A norm over everything has one sum: it is no norm over leading axes."""
-    y = conv(x, k)
-    y = y * lax.rsqrt((y * y).sum())
-    return conv(jnp.tanh(y), k)
-
-
-@planned(X, W, INDICES)
-def sorted_in_float32(x, w, tokens):
-    """Barriers that follow read half only if all that comes from products is half."""
-    y = x @ w
-    wide = jnp.cumsum(y, -1)
-    keys, values = lax.sort((wide, y), num_keys=1)
-    _, parameters = lax.sort((y, w), num_keys=1)
-    smallest = y.at[tokens].min(y)
-    return keys @ w, values @ w, parameters @ w, smallest @ w, lax.cummax(y) @ w
 
 
 @planned(X, W, INDICES)
@@ -80,13 +55,6 @@ def cases_of_a_bounded_result(x, w):
     """One plus and minus a bounded result; two minus it, and one minus any other, are half."""
     y, z = x @ w, x @ w
     return (jnp.tanh(y) - 1) @ w, (2 - jnp.tanh(y * 1)) @ w, (1 - z) @ w
-
-
-@planned(X, W, struct(128, 128, dtype=jnp.int32))
-def other_dtypes(x, w, counts):
-    """Integers are no operands that decide."""
-    y = (x @ w) @ w
-    return (y * counts.astype(jnp.float32)) @ w, (counts @ counts), (y.astype(int) + counts)
 
 
 # What a product reads.
@@ -108,26 +76,6 @@ def read_by_solvers_and_products(x, w):
     return y @ w, solve(y), (z + 1e9) @ w, solve(z)
 
 
-@planned(X, W)
-def order_of_the_rows(x, w):
-    """Indices carry no precision: what is sorted for them alone stays float32."""
-    return w[jnp.argsort(jnp.exp(x @ w), -1)[0]] @ w
-
-
-@planned(X, W)
-def read_by_both(x, w):
-    """One result that a product reads and the loss too leaves in half."""
-    y = jnp.exp(x @ w)
-    return y @ w, y.sum()
-
-
-@planned(X, W)
-def inner_autocast_of_parameters(x, w):
-    """What an autocast inside makes of parameters alone is decided as well."""
-    inner = jmp.autocast(jnp.sin, "mixed_bfloat16")
-    return (x @ w + inner(w)) @ w
-
-
 @planned(X, W, rules=[("head", "p=f32,c=f32,o=f16")])
 def rule_on_parameters(x, w):
     """What a rule rounds comes out half, also of parameters alone."""
@@ -142,13 +90,6 @@ def fixed_rows(x, w, b, places):
     positions = jnp.sin(jnp.arange(128.0))
     given = jnp.sin(places.astype(jnp.float32))
     return (x @ w + positions) @ w, (x @ w + positions * b) @ w, (x @ w + given) @ w
-
-
-@planned(X, W)
-def places_that_are_chosen(x, w):
-    """Constants that are written where a result says are float32: no operand is half."""
-    places = jnp.argmax(x @ w, -1)
-    return jnp.zeros((128, 128)).at[jnp.arange(128), places].set(1.0) @ w
 
 
 # Tables.
@@ -168,18 +109,6 @@ def rows_that_are_moved_and_compared(x, w, tokens):
     """Rows that are compared with others are not, however they are moved before."""
     moved, both = x[tokens].reshape(64, 256).reshape(128, 128), x[tokens]
     return (moved - w) @ w, (both - both.T * w) @ w, (both.T - x[tokens]) @ w
-
-
-@planned(struct(128, 128, dtype=jnp.int32), W, INDICES)
-def table_of_integers(counts, w, tokens):
-    """A table of integers is no embedding."""
-    return counts[tokens].astype(jnp.float32) @ w
-
-
-@planned(X, W, INDICES)
-def embedding_beside_an_island(x, w, tokens):
-    """An embedding is a barrier: what follows it is of another depth, and half comes in."""
-    return jnp.exp(x[tokens] + x @ w) @ w
 
 
 # Numbers.
@@ -233,13 +162,6 @@ def what_is_known_of_moved_numbers(x, w, b):
     return (x @ w + row) @ w, (x @ w + column) @ w, (x @ w + row[:, ::-1]) @ w
 
 
-@planned(X, W)
-def numbers_that_are_converted(x, w):
-    """A Python integer that becomes a float is a constant; so is one that is negated."""
-    y = x @ w
-    return (y + lax.convert_element_type(100000, jnp.float32)) @ w, (y * -(2 * jnp.ones(()))) @ w
-
-
 # Other dtypes and reasons.
 
 
@@ -257,12 +179,6 @@ def reasons_of_products(x, w):
         lax.dot(half, w, preferred_element_type=jnp.float32),
         jnp.matmul(y, w, precision=Precision.HIGH),
     )
-
-
-@planned(X, struct(2, 128, 128), struct(2, dtype=jnp.int32))
-def product_of_groups(x, ws, sizes):
-    """Integers among the operands of a product decide nothing."""
-    return lax.ragged_dot(x, ws, sizes)
 
 
 @planned(struct(4, 128, 128), W)
@@ -284,14 +200,6 @@ def sum_over_a_mapped_axis_and_devices(xs, w):
     summed = jax.vmap(lambda x: lax.psum(x @ w, ("batch", "devices")), axis_name="batch")
     options = {"in_specs": rows, "out_specs": everywhere, "check_vma": False}
     return jax.shard_map(summed, mesh=mesh, **options)(xs)
-
-
-@planned(X, W)
-def one_plus_a_bounded_result(x, w):
-    """A bounded function behind a reshape is bounded; a constant on either side is one."""
-    y, z = x @ w, x @ w
-    turned = jnp.tanh(y).T
-    return (1 + turned) @ w, (-1 + jnp.tanh(z)) @ w, (jnp.tanh(z) * 1.0) @ w
 
 
 @planned(X, W)

@@ -1,6 +1,5 @@
 """Every row of the op table: against float64, and bit by bit against the casts it stands for."""
 
-import itertools
 import runpy
 
 import jax
@@ -14,12 +13,11 @@ from jmp.autocasting import Category, all_rules, register_rule
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._registry import NO_RULE, rule_for
 from testbed import ROOT
-from testbed.op_cases import OP_CASES, OTHERS, UNARY
+from testbed.op_cases import OP_CASES, OTHERS
 from tests.commands import in_full
 from tests.primitives import elementwise
 from tests.products import equations_of, eye, named
 
-SERIES = "pow igamma igammac polygamma igamma_grad_a zeta regularized_incomplete_beta".split()
 NAMES = [name for name, _, _ in OP_CASES]
 CASES = pytest.mark.parametrize(("name", "call", "inputs"), OP_CASES, ids=NAMES)
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -95,41 +93,6 @@ def test_right_to_the_last_bit(name, call, inputs, half):
     for x, y in zip(got, oracle, strict=True):
         error = np.abs(np.asarray(x).astype(y.dtype) - y) if y.dtype != bool else x != y
         assert np.max(error) <= bound * max(1.0, np.abs(y).max())
-
-
-# Those that are elementwise are the same operations on a larger array.
-# JAX itself maps ragged products only over the first axis.
-ELEMENTWISE = {name for name, rule in all_rules().items() if rule.elementwise}
-LEFT_OUT = {*UNARY, *ELEMENTWISE, *SERIES, "ragged_dot_general"}
-BATCHED = [case for case in OP_CASES if case[0] not in LEFT_OUT]
-
-
-@pytest.mark.parametrize("part", in_full(range(2), first=1))
-def test_under_vmap_and_around_it(part, quick_compilation):
-    cases = {name: (call, inputs) for name, call, inputs in BATCHED[part::2]}
-    batches = {}
-    for name, (_, inputs) in cases.items():
-        halves = [x.astype(np.float16).astype(np.float32) for x in inputs]
-        batches[name] = [np.stack([x, x / 2]) for x in halves]
-
-    @jax.jit
-    def run(batches):
-        results = {"float32": {}, "under": {}, "around": {}}
-        for name, (call, _) in cases.items():
-            behind = lambda *xs, call=call: call(*map(rounded_by_a_product, xs))
-            results["float32"][name] = jax.vmap(call)(*batches[name])
-            under = jax.vmap(jmp.autocast(behind, "mixed_float16"))
-            results["under"][name] = under(*batches[name])
-            around = jmp.autocast(jax.vmap(behind), "mixed_float16")
-            results["around"][name] = around(*batches[name])
-        return results
-
-    results = run(batches)
-    for way, (name, expected) in itertools.product(("under", "around"), results["float32"].items()):
-        for x, y in zip(*map(jax.tree.leaves, (results[way][name], expected)), strict=True):
-            assert (x.dtype, x.shape) == (y.dtype, y.shape), (way, name)
-            bound = 0 if y.dtype.kind in "ib" else 8 * 2.0**-10 * max(1.0, np.nanmax(np.abs(y)))
-            np.testing.assert_allclose(x, y, rtol=0, atol=bound, err_msg=f"{way} {name}")
 
 
 @CASES

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 import jmp
 from tests.commands import in_full
 from tests.errors import assert_close, assert_near
-from tests.products import convolved, equations, equations_of, half, named, ones, product_dtypes
-from tests.saved import printed_residuals
+from tests.products import convolved, equations_of, half, named, ones, product_dtypes
 
 F16 = "mixed_float16"
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (4, 8))
 W = jax.random.normal(KEYS[1], (8, 8)) * 8**-0.5
 STACK = jax.random.normal(KEYS[2], (3, 8, 8)) * 8**-0.5
+HELD = np.zeros((1, 8), np.float32)
 
 
 def dense(x, w):
@@ -50,11 +49,6 @@ def scanned_mixed_carry(x, w):
     return h, count, ys
 
 
-def scanned_in_a_scan(x, w):
-    inner = lambda h: lax.scan(lambda h, _: (dense(h, w), None), h, None, length=2)[0]
-    return lax.scan(lambda h, _: (inner(h), None), x, None, length=2)[0]
-
-
 def while_loop(x, w):
     return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, dense(s[1], w)), (0, x))
 
@@ -71,24 +65,6 @@ def switched(x, w):
 
 def recomputed(x, w, policy=None):
     return jax.checkpoint(lambda x: dense(dense(x, w), w), policy=policy)(x)
-
-
-def recomputed_by_name(x, w):
-    policy = jax.checkpoint_policies.save_only_these_names("hidden")
-    block = lambda x: dense(checkpoint_name(dense(x, w), "hidden"), w)
-    return jax.checkpoint(block, policy=policy)(x)
-
-
-@jax.custom_jvp
-def double(x):
-    return 2 * x
-
-
-double.defjvp(lambda primals, tangents: (double(*primals), 2 * tangents[0]))
-
-
-def custom_jvp(x, w):
-    return double(x @ w)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -152,24 +128,12 @@ def indexed(x, w):
     return y[jnp.array([0, 0, 3])], jnp.sort(y), jnp.argsort(y[0]), lax.top_k(y, 2)
 
 
-def normalised(x, w):
-    y = x @ w
-    y = (y - y.mean(0, keepdims=True)) / jnp.sqrt(y.var(0, keepdims=True) + 1e-5)
-    jax.debug.callback(lambda y: None, y)
-    return y @ w
-
-
 def kernel(x, w):
     def double(x_ref, y_ref):
         y_ref[...] = x_ref[...] * 2
 
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pallas.pallas_call(double, out_shape=like, interpret=True)(x @ w) @ w
-
-
-def split_parts(x, w):
-    left, right = lax.split(x @ w, [4, 4], 1), lax.split(x[::-1] @ w, [4, 4], 1)
-    return left[1], *(p + q for p, q in zip(left, right, strict=True))
 
 
 def split_in_float32(x, w):
@@ -190,10 +154,12 @@ FUNCTIONS = {
     "scan backwards": lambda x, w: lax.scan(
         lambda h, _: (dense(h, w), h), x, None, length=3, reverse=True, unroll=2
     ),
+    "scan from a held array": jax.jit(
+        lambda x, w: lax.scan(lambda h, row: (dense(h + row, w), h), HELD, x[:, None])
+    ),
     "map": lambda x, w: lax.map(lambda row: dense(row[None], w), x),
     "no turn": lambda x, w: lax.scan(lambda h, _: (dense(h, w), h), x, None, length=0),
     "mixed carry": scanned_mixed_carry,
-    "scan in a scan": scanned_in_a_scan,
     "while": while_loop,
     "while in a vmap": batched_while_loop,
     "fori": lambda x, w: lax.fori_loop(0, 3, lambda i, h: dense(h, w), x),
@@ -204,8 +170,6 @@ FUNCTIONS = {
     "remat with a policy": functools.partial(
         recomputed, policy=jax.checkpoint_policies.dots_saveable
     ),
-    "remat by name": recomputed_by_name,
-    "custom_jvp": custom_jvp,
     "custom_jvp with a product": custom_jvp_with_a_product,
     "custom_vjp": custom_vjp,
     "callbacks": callbacks,
@@ -217,9 +181,7 @@ FUNCTIONS = {
         "input": x, "again": x, "constant": jnp.ones(2), "number": 3, "none": None, "w": x @ w
     },
     "empty": lambda x, w: (x[:0] @ w, ones(0, 8) @ w, (x @ w)[:, :0].sum()),
-    "callback behind a norm": normalised,
     "kernel": kernel,
-    "parts": split_parts,
     "parts in float32": split_in_float32,
 }  # fmt: skip
 # These have no reverse derivative in plain JAX either.
@@ -281,7 +243,9 @@ def test_autocast_of_a_gradient(name):
     assert_same(jmp.autocast(gradient, F16)(X, W), expected, atol=0.1)
 
 
-@pytest.mark.parametrize("function", [dense, scanned, recomputed, custom_jvp, indexed])
+@pytest.mark.parametrize(
+    "function", [dense, scanned, recomputed, custom_jvp_with_a_product, indexed]
+)
 def test_under_vmap(function):
     xs = jnp.stack([X, -X])
     batched = lambda f: jax.vmap(f, (0, None))
@@ -322,38 +286,6 @@ def test_a_checkpoint_policy_decides_what_is_kept(policy_name):
     assert count(jmp.autocast(block, F16)) == count(block)
 
 
-def test_names_for_checkpoint_policies_survive():
-    jaxpr = str(jax.make_jaxpr(jmp.autocast(recomputed_by_name, F16))(X, W))
-    assert "name[name=hidden]" in jaxpr.lower()  # a CheckpointName under jax_remat3
-    kept = printed_residuals(jmp.autocast(recomputed_by_name, F16), X, W)
-    assert "f16[4,8] named 'hidden'" in kept
-
-
-# Effects.
-
-
-def test_effects_happen_once_and_in_order():
-    seen = []
-
-    def function(x):
-        jax.debug.callback(lambda v: seen.append(("first", float(v))), x.sum(), ordered=True)
-        y = x @ W
-        jax.debug.callback(lambda v: seen.append(("second", v.dtype)), y, ordered=True)
-        return y
-
-    jmp.autocast(function, F16)(X)
-    jax.effects_barrier()
-    assert [name for name, _ in seen] == ["first", "second"]
-    assert seen[1][1] == np.float32  # a callback gets what the user wrote
-
-
-def test_an_effect_whose_result_nobody_reads_is_kept():
-    def effects(function):
-        return sorted(e.primitive.name for e in equations_of(function, X, W) if e.effects)
-
-    assert effects(jmp.autocast(references, F16)) == effects(references) != []
-
-
 def test_cotangents_of_a_part_add_up_in_float32():
     """A part that is read twice has two cotangents. Their sum is rounded once."""
 
@@ -366,39 +298,12 @@ def test_cotangents_of_a_part_add_up_in_float32():
     assert {v.dtype for v in sums if v.shape == (4, 4)} == {jnp.dtype("float32")}
 
 
-# Devices, donation.
+# Devices.
 
 
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-@pytest.mark.parametrize("check_vma", in_full([True, False], first=1))
-def test_shard_map(mesh, check_vma):
-    places = {"in_specs": (P("x"), P()), "out_specs": (P("x"), P())}
-
-    @functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **places)
-    def function(x, w):
-        y = jnp.tanh(x @ w)
-        return y, lax.pmean(lax.psum(y.sum(), "x"), "y")
-
-    assert_same(jmp.autocast(function, F16)(X, W), function(X, W), atol=0.1)
-    total = lambda f: jax.jit(jax.grad(lambda x, w: f(x, w)[1], 1))
-    assert set(product_dtypes(total(jmp.autocast(function, F16)), X, W)) == {"float16"}
-    got, expected = total(jmp.autocast(function, F16))(X, W), total(function)(X, W)
-    assert_same(got, expected, atol=0.3)
-
-
-def test_collectives_that_move_keep_half_and_those_that_add_do_not(mesh):
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
-    def function(x, w):
-        y = lax.all_gather(x @ w, "x").sum(0)
-        return y + lax.ppermute(x @ w, "x", [(i, (i + 1) % 4) for i in range(4)])
-
-    jaxpr = str(jax.make_jaxpr(jmp.autocast(function, F16))(X, W))
-    assert ":f16" in next(line for line in jaxpr.splitlines() if "all_gather[" in line)
-    assert_same(jmp.autocast(function, F16)(X, W), function(X, W), atol=0.1)
 
 
 COLLECTIVES = {
@@ -425,6 +330,9 @@ def test_collectives_are_the_casts_they_stand_for(mesh, name):
     by_hand = over_devices(
         lambda x: collective(x.astype(jnp.float16).astype(dtype)).astype(jnp.float32)
     )
+    # Of these programs only the collective has such a parameter.
+    sent = [e for e in equations_of(autocast, x) if {"axes", "axis_name"} & e.params.keys()]
+    assert {str(e.invars[0].aval.dtype) for e in sent} == {dtype}
     np.testing.assert_array_equal(jax.jit(autocast)(x), jax.jit(by_hand)(x))
 
 
@@ -453,18 +361,12 @@ def test_collectives_between_products(mesh, check_vma, quick_compilation):
 
         return jax.jit(jax.grad(total, (0, 1), has_aux=True))(jnp.tile(X, (8, 1)), W)
 
-    gradients, values = values_and_gradients(jmp.autocast(function, F16))
+    autocast = jmp.autocast(function, F16)
+    assert set(product_dtypes(autocast, jnp.tile(X, (8, 1)), W)) == {"float16"}
+    gradients, values = values_and_gradients(autocast)
     expected_gradients, expected = values_and_gradients(function)
     assert_close(values, expected, atol=0.03)
     assert_near(gradients, expected_gradients, 0.01)
-
-
-def test_sharding_constraints_stay(mesh):
-    sharding = NamedSharding(mesh, P("x", None))
-
-    function = lambda x: lax.with_sharding_constraint(x @ W, sharding) @ W
-    assert "sharding_constraint" in str(jax.make_jaxpr(jmp.autocast(function, F16))(X))
-    assert_same(jax.jit(jmp.autocast(function, F16))(X), function(X))
 
 
 def test_a_jit_with_shardings_inside(mesh):
@@ -473,39 +375,7 @@ def test_a_jit_with_shardings_inside(mesh):
     assert_same(jmp.autocast(lambda x, w: inner(x, w) @ w, F16)(X, W), dense(X, W) @ W)
 
 
-def test_donation_outside(mesh):
-    step = jax.jit(jmp.autocast(lambda w, x: w - (x.T @ (x @ w)) * 0.1, F16), donate_argnums=0)
-    w = jnp.array(W)
-    step(w, X)
-    assert w.is_deleted()
-
-
-def test_export_with_a_symbolic_batch():
-    from jax import export
-
-    (n,) = export.symbolic_shape("n")
-    function = jmp.autocast(lambda x, w: jax.nn.softmax(x @ w) @ w, F16)
-    exported = export.export(jax.jit(function))(jax.ShapeDtypeStruct((n, 8), jnp.float32), W)
-    assert_same(exported.call(X, W), jax.nn.softmax(X @ W) @ W)
-    scan = jmp.autocast(lambda xs, w: lax.scan(lambda h, x: (dense(h + x, w), None), X, xs)[0], F16)
-    exported = export.export(jax.jit(scan))(jax.ShapeDtypeStruct((n, 4, 8), jnp.float32), W)
-    assert_same(exported.call(jnp.stack([X, X]), W), scan(jnp.stack([X, X]), W))
-
-
-# Names and places.
-
-
-def test_source_lines_and_name_scopes_stay():
-    def function(x):
-        with jax.named_scope("block"):
-            return jnp.exp(x @ W)
-
-    jaxpr = jax.make_jaxpr(jmp.autocast(function, F16))(X).jaxpr
-    found = {e.primitive.name: e for e in equations(jaxpr)}
-    for name in ("dot_general", "exp"):
-        assert "block" in str(found[name].source_info.name_stack)
-        frames = found[name].source_info.traceback.frames
-        assert any(frame.file_name == __file__ for frame in frames)
+# What surrounds it.
 
 
 def test_closures_over_outer_tracers():
@@ -523,7 +393,5 @@ def test_closures_over_outer_tracers():
 def test_x64_stays_x64():
     with jax.enable_x64(True):
         x = jnp.ones((2, 2), jnp.float64)
-        with pytest.warns(jmp.NoHalfProductWarning, match="1 product: the user chose float64"):
-            assert jmp.autocast(lambda x: x @ x, F16)(x).dtype == jnp.float64
         mixed = lambda x: (x.astype(jnp.float32) @ x.astype(jnp.float32)).astype(jnp.float64) + x
         assert jmp.autocast(mixed, F16)(x).dtype == jnp.float64
