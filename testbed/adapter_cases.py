@@ -36,8 +36,7 @@ class Adapter:
         returns `(output, statistics)`.
       trainer: `(policy, tx)` to `(state, step)`: `step(state, images)` is compiled and returns the
         next state; `everything(state)` is what a skipped step must not move.
-      head, convolution, norm: targets of rules: the head by its path, the others by class.
-      statistics_path: where `forward`'s statistics are floating leaves of BatchNorm.
+      head, convolution: targets of rules: a path, and a class.
       casts_output: whether the policy's output dtype is applied.
     """
 
@@ -49,7 +48,6 @@ class Adapter:
     everything: Callable[[Any], Any]
     opt_state: Callable[[Any], Any]
     convolution: type
-    norm: type
     casts_output: bool = True
     head: str = "head"
 
@@ -248,27 +246,31 @@ def equinox_forward(policy, rules=None, **options):
 
 def equinox_trainer(policy, tx):
     model, state = eqx.nn.make_with_state(EquinoxNet)()
-    model = equinox.cast_params(model, policy)
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    params, static = eqx.partition(equinox.cast_params(model, policy), eqx.is_inexact_array)
 
     @equinox.autocast(policy=policy)
     def loss_fn(model, state, x):
         output, state = equinox_batched(model, state, x)
         return mean_square(output), state
 
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    @jax.jit
-    def step(state, x):
-        params, model_state, opt_state = state
+    def train_step(params, opt_state, x, state):
         model = eqx.combine(params, static)
-        taken = equinox.train_step(loss_fn, model, opt_state, tx, x, state=model_state)
-        params = eqx.filter(taken.model, eqx.is_inexact_array)
-        return params, taken.state, taken.opt_state
+        taken = equinox.train_step(loss_fn, model, opt_state, tx, x, state=state)
+        return taken._replace(model=eqx.filter(taken.model, eqx.is_inexact_array))
 
     # The counters of a fresh State are of weak types, which the first step makes strong.
     state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
-    return (params, state, opt_state), step
+    return functional_trainer(train_step, params, state, tx)
+
+
+def functional_trainer(train_step, params, statistics, tx):
+    @jax.jit
+    def step(state, x):
+        params, statistics, opt_state = state
+        taken = train_step(params, opt_state, x, statistics)
+        return taken.model, taken.state, taken.opt_state
+
+    return (params, statistics, tx.init(params)), step
 
 
 def functional_everything(state):
@@ -300,19 +302,15 @@ def haiku_forward(policy, rules=None, **options):
 def haiku_trainer(policy, tx):
     forward = haiku_forward(policy)
     params, state = haiku_init()
-    params = haiku.cast_params(params, policy)
 
     def loss_fn(params, state, x):
         output, state = forward(params, state, x)
         return mean_square(output), state
 
-    @jax.jit
-    def step(state, x):
-        params, model_state, opt_state = state
-        taken = haiku.train_step(loss_fn, params, opt_state, tx, x, state=model_state)
-        return taken.model, taken.state, taken.opt_state
+    def train_step(params, opt_state, x, state):
+        return haiku.train_step(loss_fn, params, opt_state, tx, x, state=state)
 
-    return (params, state, tx.init(params)), step
+    return functional_trainer(train_step, haiku.cast_params(params, policy), state, tx)
 
 
 def all_but_scaling(opt_state):
@@ -330,7 +328,6 @@ NNX_VIEW = Adapter(
     everything=nnx_everything,
     opt_state=nnx_opt_state,
     convolution=flax_nnx.Conv,
-    norm=flax_nnx.BatchNorm,
 )
 ADAPTERS = [
     Adapter(
@@ -342,7 +339,6 @@ ADAPTERS = [
         everything=linen_everything,
         opt_state=lambda state: state.opt_state,
         convolution=nn.Conv,
-        norm=nn.BatchNorm,
     ),
     NNX_VIEW,
     dataclasses.replace(
@@ -361,7 +357,6 @@ ADAPTERS = [
         everything=functional_everything,
         opt_state=lambda state: state[2],
         convolution=eqx.nn.Conv,
-        norm=eqx.nn.BatchNorm,
         casts_output=False,
     ),
     Adapter(
@@ -373,6 +368,5 @@ ADAPTERS = [
         everything=functional_everything,
         opt_state=lambda state: state[2],
         convolution=hk.Conv2D,
-        norm=hk.BatchNorm,
     ),
 ]
