@@ -1,19 +1,12 @@
-"""A small GPT for FSDP in shard_map, whose layers are gathered in a scan and computed again."""
+"""A GPT for FSDP in shard_map, whose layers are gathered in a scan and computed again."""
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.wire import attend, norm
 
 HEADS = 4
-SPECS = {
-    "table": P("data"),
-    "norm": P(),
-    "blocks": {name: P(None, "data") for name in ("qkv", "out", "up", "down")}
-    | {"norm1": P(), "norm2": P()},
-}
 
 
 def loss_of(params, tokens, gather):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from benchmarks.wire import gpt_shapes
+from benchmarks.wire import FSDP, gpt_shapes
 from jmp import transforms
 from jmp.sharding import _gather
 from tests.sharding import gpt
@@ -42,13 +42,13 @@ IN_FLOAT32, OF_HALF = ("float32", None), ("float16", "float32")  # gathered, add
 every_dtype = pytest.mark.parametrize("dtypes", [IN_FLOAT32, OF_HALF], ids=["float32", "half"])
 
 
-def summed(parts, axes, spec, by, check_vma=True, along=None, by_hand=None, **dtypes):
+def summed(parts, axes, spec, by, check_vma=True, part=None, by_hand=None, **dtypes):
     """Returns the gradient of a parameter that is gathered, of which each device has its own part.
 
     Args:
       parts: an array of the whole parameter for each device, exact in the gathered dtype.
       axes, spec, by: the mesh, how the parameter lies, and what it is gathered by.
-      along: the axes along which parts differ; by default all.
+      part: how the parts lie; by default along all axes.
       by_hand: an axis that gradients are added up over besides.
     """
     dtypes = {"dtype": "float16", "reduce_dtype": "float32"} | dtypes
@@ -61,7 +61,7 @@ def summed(parts, axes, spec, by, check_vma=True, along=None, by_hand=None, **dt
         own = jax.grad(loss)(w, part)
         return jax.lax.psum(own, by_hand) if by_hand else own
 
-    specs = (spec, P(along or tuple(axes)))
+    specs = (spec, part or P(tuple(axes)))
     compiled = jax.jit(mapped(gradient, axes, specs, spec, check_vma))
     return compiled(jnp.zeros(parts.shape[1:], jnp.float32), parts)
 
@@ -121,19 +121,21 @@ def test_a_gradient_is_the_float32_sum_of_the_devices_gradients(layout, check_vm
     assert found.sharding.is_equivalent_to(NamedSharding(make_mesh(axes), spec), found.ndim)
 
 
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        (BOTH, {}),
-        (BOTH, {"check_vma": False, "by_hand": "replica"}),
-        ({"idle": 2, "data": 4}, {"along": "data"}),
-    ],
-    ids=["JAX adds up", "the user adds up", "nothing differs along it"],
-)
-def test_an_axis_that_is_not_named_is_left_to_others(axes, options):
-    parts = draw("random", (16, 6))[: 4 if "idle" in axes else 8]
+BESIDES = {  # the mesh, how the parameter lies; its devices along "data" are 4
+    "JAX adds up": (BOTH, P("data"), {}),
+    "the user adds up": (BOTH, P("data"), {"check_vma": False, "by_hand": "replica"}),
+    "nothing differs": ({"idle": 2, "data": 4}, P("data"), {"part": P("data")}),
+    "columns of its own": (TENSOR, P("data", "model"), {"part": P("data", None, "model")}),
+    "rows of its own": (TENSOR, P(("model", "data")), {"part": P("data", "model")}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_an_axis_that_is_not_named_is_left_to_others(name):
+    axes, spec, options = BESIDES[name]
+    parts = draw("random", (16, 6))[: 4 if "part" in options else 8]
     dtypes = {"dtype": "float32", "reduce_dtype": None}
-    assert_sum_of(parts, summed(parts, axes, P("data"), P("data"), **options, **dtypes))
+    assert_sum_of(parts, summed(parts, axes, spec, "data", **options, **dtypes))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -166,26 +168,6 @@ def test_half_parameters_get_half_gradients():
     loss = lambda w: jmp.gather_params(w, "data", "f16", "f32").astype(jnp.float32).sum()
     gradient = mapped(jax.grad(loss), DATA, P("data"), P("data"))
     assert jax.eval_shape(gradient, jnp.ones((8, 2), jnp.float16)).dtype == np.float16
-
-
-def test_over_an_axis_of_tensor_parallelism_each_device_keeps_its_part():
-    random = np.random.default_rng(0)
-    params = [np.float32(random.normal(0, 0.25, shape)) for shape in ((8, 16), (16, 8))]
-    x = np.float32(random.normal(size=(16, 8)))
-
-    def loss_of(params, x, add_up=lambda y: y):
-        first, second = params
-        return jnp.sum(add_up(jnp.tanh(x @ first) @ second) ** 2)
-
-    def loss(params, x):
-        params = jmp.gather_params(params, "data", "f32")
-        assert [whole.shape for whole in params] == [(8, 8), (8, 8)]
-        return loss_of(params, x, lambda y: jax.lax.psum(y, "model"))
-
-    specs = [P("data", "model"), P(("model", "data"))]
-    found = jax.jit(mapped(jax.grad(loss), TENSOR, (specs, P("data")), specs))(params, x)
-    for gradient, expected in zip(found, jax.jit(jax.grad(loss_of))(params, x), strict=True):
-        np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=2e-5)
 
 
 EXPLICIT = {  # the mesh, how the weight lies, what it is gathered by, whether parts are exchanged
@@ -250,7 +232,7 @@ def test_a_gpt_has_the_sums_of_the_half_gradients_of_its_devices():
         half = jmp.cast_floating(jax.lax.pcast(params, "data", to="varying"), jnp.float16)
         return jax.tree.map(lambda g: g[None], jax.grad(gpt.loss_of)(half, tokens, lambda w: w))
 
-    found = jax.jit(mapped(gradient, DATA, (gpt.SPECS, P("data")), gpt.SPECS))(params, tokens)
+    found = jax.jit(mapped(gradient, DATA, (FSDP, P("data")), FSDP))(params, tokens)
     # For eight devices too: XLA's CPU compiler leaves out other roundings in a program for one.
     parts = jax.jit(mapped(own_gradient, DATA, (P(), P("data")), P("data")))(params, tokens)
     jax.tree.map(assert_sum_of, parts, found)
