@@ -7,6 +7,7 @@ new framework is a new row.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,13 @@ IMAGES = jax.random.normal(jax.random.key(3), (4, 6, 6, 3))
 PRODUCTS = 3  # in the forward pass
 
 
+def all_but_scaling(state):
+    """Returns a state without its loss scales, flags and counts of skips."""
+    is_scaling = lambda node: isinstance(node, transforms.WithLossScaleState)
+    inner = lambda node: node.inner_state if is_scaling(node) else node
+    return jax.tree.map(inner, state, is_leaf=is_scaling)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """One framework.
@@ -35,7 +43,8 @@ class Adapter:
       forward: `(policy, rules, **options)` to a function of `(params, statistics, images)` that
         returns `(output, statistics)`.
       trainer: `(policy, tx)` to `(state, step)`: `step(state, images)` is compiled and returns the
-        next state; `everything(state)` is what a skipped step must not move.
+        next state; `everything(state)` is what a skipped step must not move, and
+        `opt_state(state)` the optimizer's part of it.
       head, convolution: targets of rules: a path, and a class.
       casts_output: whether the policy's output dtype is applied.
     """
@@ -45,21 +54,15 @@ class Adapter:
     cast_params: Callable[..., Any]
     forward: Callable[..., Any]
     trainer: Callable[..., Any]
-    everything: Callable[[Any], Any]
-    opt_state: Callable[[Any], Any]
     convolution: type
+    everything: Callable[[Any], Any] = all_but_scaling
+    opt_state: Callable[[Any], Any] = operator.itemgetter(2)
     casts_output: bool = True
     head: str = "head"
 
 
 def mean_square(output):
     return jnp.mean((output.astype(jnp.float32) - 1.0) ** 2)
-
-
-def made_once(init):
-    """Initialises once: who asks is given the same arrays in containers of their own."""
-    kept = functools.cache(init)
-    return functools.wraps(init)(lambda: jax.tree.map(lambda leaf: leaf, kept()))
 
 
 # Flax linen.
@@ -72,7 +75,7 @@ class LinenNet(nn.Module):
         return nn.Dense(3, name="head")(nn.Conv(8, (3, 3))(x).mean((1, 2)))
 
 
-@made_once
+@functools.cache
 def linen_init():
     variables = LinenNet().init(jax.random.key(0), IMAGES)
     return variables["params"], variables["batch_stats"]
@@ -108,10 +111,6 @@ def linen_trainer(policy, tx):
     return state, step
 
 
-def linen_everything(state):
-    return state.step, state.params, state.batch_stats, all_but_scaling(state.opt_state)
-
-
 # Flax nnx.
 
 
@@ -127,7 +126,7 @@ class NnxNet(flax_nnx.Module):
         return self.head(self.second(x).mean((1, 2)))
 
 
-@made_once
+@functools.cache
 def nnx_init():
     return nnx_split(NnxNet(flax_nnx.Rngs(0)))[1:]
 
@@ -226,7 +225,7 @@ def equinox_batched(model, state, x):
     return batched(x, state)
 
 
-@made_once
+@functools.cache
 def equinox_init():
     model, state = eqx.nn.make_with_state(EquinoxNet)()
     return eqx.filter(model, eqx.is_inexact_array), jax.tree.map(jnp.asarray, state)
@@ -273,11 +272,6 @@ def functional_trainer(train_step, params, statistics, tx):
     return (params, statistics, tx.init(params)), step
 
 
-def functional_everything(state):
-    params, model_state, opt_state = state
-    return params, model_state, all_but_scaling(opt_state)
-
-
 # Haiku.
 
 
@@ -290,7 +284,7 @@ def haiku_net(x):
 HAIKU_NET = hk.without_apply_rng(hk.transform_with_state(haiku_net))
 
 
-@made_once
+@functools.cache
 def haiku_init():
     return HAIKU_NET.init(jax.random.key(0), IMAGES)
 
@@ -313,12 +307,6 @@ def haiku_trainer(policy, tx):
     return functional_trainer(train_step, haiku.cast_params(params, policy), state, tx)
 
 
-def all_but_scaling(opt_state):
-    is_scaling = lambda node: isinstance(node, transforms.WithLossScaleState)
-    inner = lambda node: node.inner_state if is_scaling(node) else node
-    return jax.tree.map(inner, opt_state, is_leaf=is_scaling)
-
-
 NNX_VIEW = Adapter(
     name="nnx view",
     init=nnx_init,
@@ -336,8 +324,7 @@ ADAPTERS = [
         cast_params=linen.cast_params,
         forward=linen_forward,
         trainer=linen_trainer,
-        everything=linen_everything,
-        opt_state=lambda state: state.opt_state,
+        opt_state=operator.attrgetter("opt_state"),
         convolution=nn.Conv,
     ),
     NNX_VIEW,
@@ -354,8 +341,6 @@ ADAPTERS = [
         cast_params=equinox.cast_params,
         forward=equinox_forward,
         trainer=equinox_trainer,
-        everything=functional_everything,
-        opt_state=lambda state: state[2],
         convolution=eqx.nn.Conv,
         casts_output=False,
     ),
@@ -365,8 +350,6 @@ ADAPTERS = [
         cast_params=haiku.cast_params,
         forward=haiku_forward,
         trainer=haiku_trainer,
-        everything=functional_everything,
-        opt_state=lambda state: state[2],
         convolution=hk.Conv2D,
     ),
 ]

@@ -2,8 +2,6 @@
 
 import collections
 import re
-import threading
-import warnings
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -241,16 +239,15 @@ def test_a_step_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(ad
         step(state, IMAGES)
 
 
-@pytest.mark.parametrize("tx", UNSCALED.values(), ids=UNSCALED.keys())
-def test_a_train_state_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model(tx):
+def test_a_train_state_warns_of_an_optimizer_that_scales_nothing_for_a_float16_model():
     def create(tx, policy="mixed_float16"):
         apply_fn = jax.jit(adapters.linen.autocast(lambda variables: variables["w"], policy))
         params = {"w": jnp.ones(1)}
         return adapters.linen.TrainState.create(apply_fn=apply_fn, params=params, tx=tx)
 
     with pytest.warns(jmp.UnscaledLossWarning, match=SCALES_NOTHING):
-        create(tx)
-    assert create(tx, "mixed_bfloat16").step == 0  # a warning is an error in tests
+        create(ADAM)
+    assert create(ADAM, "mixed_bfloat16").step == 0  # a warning is an error in tests
     checked = transforms.with_loss_scale(ADAM, jmp.StaticLossScale(1.0))  # no scale, and a check
     assert create(checked).loss_scale.loss_scale == 1.0
 
@@ -369,38 +366,26 @@ def test_an_equinox_module_may_compute_before_all_its_fields_are_set():
     assert Calibrated(WEIGHT / 3).largest == pytest.approx(1 / 3, abs=1e-3)
 
 
-def test_haiku_takes_its_state_by_name_and_names_what_it_cannot_wrap():
+def test_haiku_takes_its_state_by_name():
     network = adapters.haiku.autocast(HAIKU_NET, "mixed_float16")
     params, state = jax.jit(HAIKU_NET.init)(jax.random.key(0), IMAGES)
     named = jax.eval_shape(lambda: network.apply(params, state=jmp.cast_to_half(state), x=IMAGES))
     assert dtypes_of(named[1]) == {"float32"}
-    with pytest.raises(TypeError, match="Each function of an hk.multi_transform"):
-        both = hk.multi_transform(lambda: (lambda x: x, (lambda x: x,)))
-        adapters.haiku.autocast(both, "mixed_float16")
 
 
-@pytest.mark.parametrize("name", in_full(["mlp", "res_net"], first=1))
-def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report(name):
-    def forward(x):
-        if name == "mlp":
-            return hk.nets.MLP([8, 2])(x[:, 0, 0])
-        return hk.nets.ResNet([1] * 4, 2, bottleneck=False, channels_per_group=[4] * 4)(x, True)
-
-    network = hk.without_apply_rng(hk.transform_with_state(forward))
-    x = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
-    variables = jax.eval_shape(network.init, jax.random.key(0), x)
-    inside = "block_group_1/~/block_0/~/conv_1" if name == "res_net" else "linear_0"
-    stored, plain = f"{name}/~/{inside}", f"{name}/{inside.replace('~/', '')}"
-    assert stored in variables[0]
-    targets = [(plain, stored), (inside, f"/{plain}"), (re.compile(plain), plain)]
-    for target, in_report in targets[: 1 if name == "res_net" else None]:
+def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 2])(x)))
+    variables = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
+    stored, plain = "mlp/~/linear_0", "mlp/linear_0"
+    assert stored in variables
+    targets = [(plain, stored), ("linear_0", f"/{plain}"), (re.compile(plain), plain)]
+    for target, in_report in targets:
         asked = diagnostics.precision_report(network.apply, "O1", rules=[(in_report, "float32")])
-        report = asked(*variables, x)
+        report = asked(variables, WEIGHT)
         products = {row.module: row.dtype_in for row in report.rows if row.kind == "product"}
         assert [path for path, dtype in products.items() if dtype == "float32"] == [plain]
         half = adapters.haiku.autocast(network, "O1", rules=[(target, "float32")])
-        found = product_dtypes(half.apply, *variables, x)
-        assert found == {"float16": len(products) - 1, "float32": 1}, target
+        assert product_dtypes(half.apply, variables, WEIGHT) == {"float16": 1, "float32": 1}
 
 
 def test_a_policy_of_haikus_own_beside_that_of_with_policy_is_reported():
@@ -423,31 +408,6 @@ def test_the_offset_of_haikus_batch_norm_is_held_within_no_range_as_a_mask_is():
     variables = jax.eval_shape(network.init, jax.random.key(0), WEIGHT)
     report = diagnostics.precision_report(network.apply, "mixed_float16")(*variables, WEIGHT)
     assert not report.decisions
-
-
-def test_two_threads_may_trace_one_haiku_network():
-    is_inside, has_traced = threading.Event(), threading.Event()
-
-    class Slow(hk.Module):
-        def __call__(self, x):
-            is_inside.set()
-            assert has_traced.wait(5)
-            return x
-
-    forward = lambda x, slow: Slow()(x) if slow else hk.Linear(3)(x)
-    network = hk.without_apply_rng(hk.transform(forward))
-    params = network.init(jax.random.key(0), WEIGHT, False)
-    rules = [(Slow, "float32"), ("linear", "mixed_float16")]
-    apply = adapters.haiku.autocast(network, "mixed_float16", rules=rules).apply
-    thread = threading.Thread(target=lambda: jax.eval_shape(lambda: apply({}, WEIGHT, True)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jmp.UnusedRuleWarning)
-        thread.start()
-        assert is_inside.wait(5)
-        products = product_dtypes(lambda p: apply(p, WEIGHT, False), params)
-        has_traced.set()
-        thread.join()
-    assert products == {"float16": 1}
 
 
 def test_an_equinox_state_outlives_a_step_whose_loss_fails():
@@ -502,16 +462,12 @@ TOKENS = jnp.arange(16)
 
 @pytest.mark.parametrize(
     ("rules", "in_float32"),
-    in_full(
-        [
-            ([("logits", "float32")], [False, False, True]),
-            ([("blocks/0", "float32")], [True, False, False]),
-            ([("eqx.nn.Linear", "float32"), ("blocks/0", "O2")], [False, True, False]),
-            ([(re.compile("blocks/1|logits"), "float32")], [False, True, True]),
-            ([("blocks/1", "O2"), ("", "float32")], [True, False, True]),
-        ],
-        one_of=2,
-    ),
+    [
+        ([("logits", "float32")], [False, False, True]),
+        ([("eqx.nn.Linear", "float32"), ("blocks/0", "O2")], [False, True, False]),
+        ([(re.compile("blocks/1|logits"), "float32")], [False, True, True]),
+        ([("blocks/1", "O2"), ("", "float32")], [True, False, True]),
+    ],
 )
 def test_rules_of_equinox_name_modules_and_then_scopes_in_training_as_in_reports(rules, in_float32):
     model, options = TiedHead(), {"rules": rules}

@@ -27,15 +27,6 @@ class Raw(nn.Module):
         return x @ self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 8))
 
 
-class ScaleNorm(nn.Module):
-    """A norm of the user's own."""
-
-    @nn.compact
-    def __call__(self, x):
-        gain = self.param("g", nn.initializers.ones, ())
-        return gain * x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
 class Convolutions(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
@@ -68,13 +59,10 @@ class Transformer(nn.Module):
         split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         x, _ = nn.scan(nn.remat(ScannedBlock), length=2, **split)()(Block()(x), None)
         x = nn.vmap(nn.Dense, in_axes=None, axis_size=3, **split)(8)(x).sum(0)
-        return embed.attend(ScaleNorm()(nn.WeightNorm(Raw())(x)))
+        return embed.attend(nn.WeightNorm(Raw())(x))
 
 
 MODELS = {"convolutions": (Convolutions(), IMAGES), "transformer": (Transformer(), TOKENS)}
-
-
-each_model = pytest.mark.parametrize("name", MODELS)
 
 
 @functools.cache
@@ -84,29 +72,24 @@ def variables_of(name):
     return jax.eval_shape(model.init, jax.random.key(0), inputs)
 
 
-def loss_of(model, inputs, policy):
-    apply_fn = linen.autocast(model.apply, policy)
-
-    def loss_fn(variables):
-        output, updated = apply_fn(variables, inputs, mutable=["batch_stats"])
-        return jnp.sum(output.astype(jnp.float32) ** 2), (output, updated)
-
-    return loss_fn
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "O3"])
-@each_model
+@pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_half_forward_and_backward_and_the_plain_model_stays(name, policy):
     (model, inputs), variables = MODELS[name], variables_of(name)
     plain = lambda v: model.apply(v, inputs, mutable=["batch_stats"])
     before = product_dtypes(plain, variables)
+    apply_fn = linen.autocast(model.apply, policy)
+
+    def loss_fn(variables):
+        output, _ = apply_fn(variables, inputs, mutable=["batch_stats"])
+        return jnp.sum(output.astype(jnp.float32) ** 2), output
+
     stored = jax.eval_shape(lambda v: linen.cast_params(v, policy), variables)
-    gradient = jax.grad(loss_of(model, inputs, policy), has_aux=True)
-    program, (_, (output, _)) = jax.make_jaxpr(gradient, return_shape=True)(stored)
+    gradient = jax.grad(loss_fn, has_aux=True)
+    program, (_, output) = jax.make_jaxpr(gradient, return_shape=True)(stored)
     assert operand_dtypes_of(program.jaxpr) == {"float16"}
     assert output.dtype == jmp.get_policy(policy).output_dtype
     with pytest.raises(Exception):  # noqa: B017 - whatever Flax says of such a shape
-        apply_fn = linen.autocast(model.apply, policy)
         jax.eval_shape(apply_fn, variables, jnp.ones((1, 1, 1, 1, 1)))
     assert product_dtypes(plain, variables) == before
     assert list(before) == ["float32"]
@@ -228,31 +211,22 @@ def test_cast_params_keeps_norms_and_statistics_and_what_a_rule_names():
     assert dtypes["Dense_0"]["kernel"] == "float16"
 
 
-def test_a_norm_is_half_in_a_pure_half_policy_and_in_storage_without_rules():
-    x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
-    variables = jax.eval_shape(Norms().init, jax.random.key(0), x)
-    apply_fn = linen.autocast(Norms().apply, "O3", rules=[(nn.LayerNorm, "O3")])
-    assert jax.eval_shape(apply_fn, variables, x).dtype == jnp.float16
-    cast = functools.partial(linen.cast_params, policy="O2", rules=())
-    norm = jax.eval_shape(cast, variables)["params"]["LayerNorm_0"]
-    assert norm["scale"].dtype == jnp.float16
-
-
-def test_statistics_are_half_in_a_pure_half_policy_and_where_no_rule_keeps_norms():
+@pytest.mark.parametrize(
+    ("policy", "rules", "dtype"),
+    [("O3", None, "float16"), ("O2", [], "float16"), ("O2", None, "float32")],
+)
+def test_norms_and_statistics_are_half_in_a_pure_half_policy_and_without_rules(
+    policy, rules, dtype
+):
     (model, inputs), variables = MODELS["convolutions"], variables_of("convolutions")
-
-    def dtypes_of_statistics(policy, rules):
-        cast = functools.partial(linen.cast_params, policy=policy, rules=rules)
-        stored = jax.eval_shape(cast, variables)
-        apply_fn = linen.autocast(model.apply, policy, rules=rules)
-        call = functools.partial(apply_fn, mutable=["batch_stats"])
-        _, updated = jax.eval_shape(call, stored, inputs)
-        trees = stored["batch_stats"], updated["batch_stats"]
-        return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in trees]
-
-    assert dtypes_of_statistics("O3", None) == [{"float16"}] * 2
-    assert dtypes_of_statistics("O2", []) == [{"float16"}] * 2
-    assert dtypes_of_statistics("O2", None) == [{"float32"}] * 2
+    cast = functools.partial(linen.cast_params, policy=policy, rules=rules)
+    stored = jax.eval_shape(cast, variables)
+    apply_fn = linen.autocast(model.apply, policy, rules=rules)
+    _, updated = jax.eval_shape(
+        functools.partial(apply_fn, mutable=["batch_stats"]), stored, inputs
+    )
+    norms = stored["batch_stats"], updated["batch_stats"], stored["params"]["BatchNorm_0"]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(norms)} == {dtype}
 
 
 def test_half_statistics_are_moved_on_in_float32():
@@ -300,10 +274,8 @@ UNCHECKED = transforms.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
 )
 def test_a_state_finds_its_scale_and_whether_a_step_was_taken_true_without_a_check(tx, scale):
     state = linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
-    if scale is None:
-        assert state.loss_scale == jmp.NoOpLossScale()
-    else:
-        assert state.loss_scale.loss_scale == scale
+    found = state.loss_scale
+    assert found == jmp.NoOpLossScale() if scale is None else found.loss_scale == scale
     for gradient, taken in ((1.0, True), (jnp.inf, scale is None)):
         state = state.apply_gradients(grads={"w": jnp.full(2, gradient)})
         assert state.grads_finite.shape == () and state.grads_finite.dtype == bool
