@@ -164,7 +164,7 @@ def _adapter(adapter: Any) -> Program:
     def lower(policy: str, options: dict[str, Any]) -> Callable[..., Any]:
         return adapter.forward(policy, **options)
 
-    return Program(lower("full", {}), (*adapter.init(), IMAGES), lower, [adapter.head])
+    return Program(lower("full", {}), (*adapter.init(), IMAGES), lower, ["head"])
 
 
 # Small programs, each written for one thing.

@@ -45,7 +45,7 @@ class Adapter:
       trainer: `(policy, tx)` to `(state, step)`: `step(state, images)` is compiled and returns the
         next state; `everything(state)` is what a skipped step must not move, and
         `opt_state(state)` the optimizer's part of it.
-      head, convolution: targets of rules: a path, and a class.
+      convolution: a class, as the target of a rule. The path of the head is "head".
       casts_output: whether the policy's output dtype is applied.
     """
 
@@ -58,7 +58,6 @@ class Adapter:
     everything: Callable[[Any], Any] = all_but_scaling
     opt_state: Callable[[Any], Any] = operator.itemgetter(2)
     casts_output: bool = True
-    head: str = "head"
 
 
 def mean_square(output):

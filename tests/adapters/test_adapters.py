@@ -22,7 +22,7 @@ from tests.products import equations, product_dtypes
 
 pytestmark = pytest.mark.usefixtures("users_rank_promotion")
 
-POLICIES = ["mixed_float16", "mixed_bfloat16", "O2", "O3"]
+POLICIES = in_full(["mixed_float16", "O2", "mixed_bfloat16", "O3"], first=2)
 
 
 def each_of(adapters):
@@ -73,7 +73,9 @@ def test_autocast_is_told_the_dtype_of_reductions(adapter):
 
 
 @every_adapter
-@pytest.mark.parametrize("policy", in_full(POLICIES, but=("mixed_float16", "O2")))
+@pytest.mark.parametrize(
+    "policy", in_full(["mixed_float16", "O2", "mixed_bfloat16", "O3"], first=2)
+)
 def test_every_product_is_half_forward_and_backward(adapter, policy):
     params, statistics = stored(adapter, policy)
     loss_fn = loss_of(adapter, policy)
@@ -91,7 +93,7 @@ def test_every_product_is_half_forward_and_backward(adapter, policy):
 def test_float8_is_refused_in_every_dtype_of_a_policy_and_of_a_rule(adapter):
     policies = ["p=f8_e5m2,c=f16,o=f16", "p=f16,c=f8_e5m2,o=f16", "p=f16,c=f16,o=f8_e5m2"]
     params, statistics = adapter.init()
-    as_rules = [("mixed_float16", [(adapter.head, policy)]) for policy in policies]
+    as_rules = [("mixed_float16", [("head", policy)]) for policy in policies]
     for whole, rules in (*((policy, None) for policy in policies), *as_rules):
         with pytest.raises(ValueError, match="is float8_e5m2: float8 is not supported there yet"):
             jax.eval_shape(loss_of(adapter, whole, rules), params, statistics)
@@ -146,14 +148,14 @@ def test_rules_and_options_say_which_products_are_float32(adapter, what):
 def test_cast_params_reads_rules_that_may_be_an_iterator(adapter):
     params, _ = adapter.init()
     cast = lambda rules: bits(adapter.cast_params(params, "O2", rules))
-    rules = [(adapter.head, "float32")]
+    rules = [("head", "float32")]
     assert cast(iter(rules)) == cast(rules) != cast(())
 
 
 @every_adapter
 def test_a_rule_that_matched_nothing_is_named(adapter):
     params, statistics = adapter.init()
-    rules = [("haed", "float32"), (adapter.head, "float32")]
+    rules = [("haed", "float32"), ("head", "float32")]
     with pytest.warns(jmp.UnusedRuleWarning, match="'haed'.*paths here are '"):
         jax.eval_shape(loss_of(adapter, "mixed_float16", rules), params, statistics)
     with pytest.warns(jmp.UnusedRuleWarning, match="'haed'.*paths here are '"):

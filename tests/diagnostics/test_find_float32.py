@@ -157,10 +157,10 @@ def under_vmap(function):
     return jax.vmap(function, in_axes=(None, 0))
 
 
-WAYS = [in_a_loop, in_shard_map, in_a_branch, jax.checkpoint, jax.jit, under_vmap]
-
-
-@pytest.mark.parametrize("wrap", in_full(WAYS, first=3))
+@pytest.mark.parametrize(
+    "wrap",
+    in_full([in_a_loop, in_shard_map, in_a_branch, jax.checkpoint, jax.jit, under_vmap], first=3),
+)
 def test_a_culprit_is_found_inside(wrap):
     loss, params, x = network({"first": overflows, "second": harmless}, wrap)
     found = diagnostics.find_float32(loss, F16, tolerance=0.005)(params, x)

@@ -274,7 +274,6 @@ BENIGN = [
     (jnp.exp, jnp.ones((0, 3))),
     (jnp.sin, jnp.array([1j, 2.0])),
     (lambda x: x.astype(jnp.float8_e4m3fn), jnp.ones(2)),
-    (lambda x: (), jnp.ones(2)),
     (lambda x: (3.0, "text", x), 2.0),
 ]
 
@@ -464,11 +463,6 @@ def test_values_are_freed_after_their_last_use():
 def test_tracers_hold_no_numbers():
     with pytest.raises(TypeError, match="holds no numbers.*outside of jax.jit"):
         jax.jit(find_nonfinite(jnp.exp))(jnp.ones(2))
-
-
-def test_an_error_of_the_function_is_the_users():
-    with pytest.raises(ZeroDivisionError):
-        find_nonfinite(lambda x: 1 / 0)(jnp.ones(2))
 
 
 def test_printed_in_a_few_lines():

@@ -331,9 +331,4 @@ def test_nothing_is_run_and_bytes_are_exact_beyond_any_memory():
     assert "4e+14" not in str(found) and "400 TB" in str(found)
 
 
-def test_what_jax_cannot_differentiate_has_jaxs_own_error():
-    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
-        report(lambda w, x: jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h @ w, x), W, X)
-
-
 # How it is shown.

@@ -111,7 +111,6 @@ def nonfinite():
 TEXTS = {
     "ranges": lambda: ranges(unlike_rows(), "float16"),
     "ranges in bfloat16": lambda: ranges(unlike_rows()[:4], "bfloat16"),
-    "ranges without losses": lambda: ranges(unlike_rows()[7:8], "float16"),
     "precision": lambda: precision(jax.grad(network), PARAMS, X),
     "hazards": lambda: precision(
         hazards, spec(1024, 512), spec(512, 512), spec(4, 1024, 512), spec(dtype=jnp.int32)),

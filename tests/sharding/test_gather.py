@@ -103,7 +103,6 @@ LAYOUTS = {  # the shape, the mesh, how it lies, and what it is gathered by
     "a scalar": ((), DATA, P(), "data"),
     "nothing": ((0, 4), DATA, P(), "data"),
     "one device": ((4, 2), {"data": 1}, P("data"), "data"),
-    "two devices": ((4, 2), {"data": 2}, P("data"), "data"),
 }
 
 
