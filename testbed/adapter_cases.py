@@ -7,6 +7,7 @@ new framework is a new row.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,13 @@ IMAGES = jax.random.normal(jax.random.key(3), (4, 6, 6, 3))
 PRODUCTS = 3  # in the forward pass
 
 
+def all_but_scaling(state):
+    """Returns a state without its loss scales, flags and counts of skips."""
+    is_scaling = lambda node: isinstance(node, transforms.WithLossScaleState)
+    inner = lambda node: node.inner_state if is_scaling(node) else node
+    return jax.tree.map(inner, state, is_leaf=is_scaling)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """One framework.
@@ -35,9 +43,9 @@ class Adapter:
       forward: `(policy, rules, **options)` to a function of `(params, statistics, images)` that
         returns `(output, statistics)`.
       trainer: `(policy, tx)` to `(state, step)`: `step(state, images)` is compiled and returns the
-        next state; `everything(state)` is what a skipped step must not move.
-      head, convolution, norm: targets of rules: the head by its path, the others by class.
-      statistics_path: where `forward`'s statistics are floating leaves of BatchNorm.
+        next state; `everything(state)` is what a skipped step must not move, and
+        `opt_state(state)` the optimizer's part of it.
+      convolution: a class, as the target of a rule. The path of the head is "head".
       casts_output: whether the policy's output dtype is applied.
     """
 
@@ -46,22 +54,14 @@ class Adapter:
     cast_params: Callable[..., Any]
     forward: Callable[..., Any]
     trainer: Callable[..., Any]
-    everything: Callable[[Any], Any]
-    opt_state: Callable[[Any], Any]
     convolution: type
-    norm: type
+    everything: Callable[[Any], Any] = all_but_scaling
+    opt_state: Callable[[Any], Any] = operator.itemgetter(2)
     casts_output: bool = True
-    head: str = "head"
 
 
 def mean_square(output):
     return jnp.mean((output.astype(jnp.float32) - 1.0) ** 2)
-
-
-def made_once(init):
-    """Initialises once: who asks is given the same arrays in containers of their own."""
-    kept = functools.cache(init)
-    return functools.wraps(init)(lambda: jax.tree.map(lambda leaf: leaf, kept()))
 
 
 # Flax linen.
@@ -74,7 +74,7 @@ class LinenNet(nn.Module):
         return nn.Dense(3, name="head")(nn.Conv(8, (3, 3))(x).mean((1, 2)))
 
 
-@made_once
+@functools.cache
 def linen_init():
     variables = LinenNet().init(jax.random.key(0), IMAGES)
     return variables["params"], variables["batch_stats"]
@@ -110,10 +110,6 @@ def linen_trainer(policy, tx):
     return state, step
 
 
-def linen_everything(state):
-    return state.step, state.params, state.batch_stats, all_but_scaling(state.opt_state)
-
-
 # Flax nnx.
 
 
@@ -129,7 +125,7 @@ class NnxNet(flax_nnx.Module):
         return self.head(self.second(x).mean((1, 2)))
 
 
-@made_once
+@functools.cache
 def nnx_init():
     return nnx_split(NnxNet(flax_nnx.Rngs(0)))[1:]
 
@@ -228,7 +224,7 @@ def equinox_batched(model, state, x):
     return batched(x, state)
 
 
-@made_once
+@functools.cache
 def equinox_init():
     model, state = eqx.nn.make_with_state(EquinoxNet)()
     return eqx.filter(model, eqx.is_inexact_array), jax.tree.map(jnp.asarray, state)
@@ -248,32 +244,31 @@ def equinox_forward(policy, rules=None, **options):
 
 def equinox_trainer(policy, tx):
     model, state = eqx.nn.make_with_state(EquinoxNet)()
-    model = equinox.cast_params(model, policy)
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    params, static = eqx.partition(equinox.cast_params(model, policy), eqx.is_inexact_array)
 
     @equinox.autocast(policy=policy)
     def loss_fn(model, state, x):
         output, state = equinox_batched(model, state, x)
         return mean_square(output), state
 
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    @jax.jit
-    def step(state, x):
-        params, model_state, opt_state = state
+    def train_step(params, opt_state, x, state):
         model = eqx.combine(params, static)
-        taken = equinox.train_step(loss_fn, model, opt_state, tx, x, state=model_state)
-        params = eqx.filter(taken.model, eqx.is_inexact_array)
-        return params, taken.state, taken.opt_state
+        taken = equinox.train_step(loss_fn, model, opt_state, tx, x, state=state)
+        return taken._replace(model=eqx.filter(taken.model, eqx.is_inexact_array))
 
     # The counters of a fresh State are of weak types, which the first step makes strong.
     state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
-    return (params, state, opt_state), step
+    return functional_trainer(train_step, params, state, tx)
 
 
-def functional_everything(state):
-    params, model_state, opt_state = state
-    return params, model_state, all_but_scaling(opt_state)
+def functional_trainer(train_step, params, statistics, tx):
+    @jax.jit
+    def step(state, x):
+        params, statistics, opt_state = state
+        taken = train_step(params, opt_state, x, statistics)
+        return taken.model, taken.state, taken.opt_state
+
+    return (params, statistics, tx.init(params)), step
 
 
 # Haiku.
@@ -288,7 +283,7 @@ def haiku_net(x):
 HAIKU_NET = hk.without_apply_rng(hk.transform_with_state(haiku_net))
 
 
-@made_once
+@functools.cache
 def haiku_init():
     return HAIKU_NET.init(jax.random.key(0), IMAGES)
 
@@ -300,25 +295,15 @@ def haiku_forward(policy, rules=None, **options):
 def haiku_trainer(policy, tx):
     forward = haiku_forward(policy)
     params, state = haiku_init()
-    params = haiku.cast_params(params, policy)
 
     def loss_fn(params, state, x):
         output, state = forward(params, state, x)
         return mean_square(output), state
 
-    @jax.jit
-    def step(state, x):
-        params, model_state, opt_state = state
-        taken = haiku.train_step(loss_fn, params, opt_state, tx, x, state=model_state)
-        return taken.model, taken.state, taken.opt_state
+    def train_step(params, opt_state, x, state):
+        return haiku.train_step(loss_fn, params, opt_state, tx, x, state=state)
 
-    return (params, state, tx.init(params)), step
-
-
-def all_but_scaling(opt_state):
-    is_scaling = lambda node: isinstance(node, transforms.WithLossScaleState)
-    inner = lambda node: node.inner_state if is_scaling(node) else node
-    return jax.tree.map(inner, opt_state, is_leaf=is_scaling)
+    return functional_trainer(train_step, haiku.cast_params(params, policy), state, tx)
 
 
 NNX_VIEW = Adapter(
@@ -330,7 +315,6 @@ NNX_VIEW = Adapter(
     everything=nnx_everything,
     opt_state=nnx_opt_state,
     convolution=flax_nnx.Conv,
-    norm=flax_nnx.BatchNorm,
 )
 ADAPTERS = [
     Adapter(
@@ -339,10 +323,8 @@ ADAPTERS = [
         cast_params=linen.cast_params,
         forward=linen_forward,
         trainer=linen_trainer,
-        everything=linen_everything,
-        opt_state=lambda state: state.opt_state,
+        opt_state=operator.attrgetter("opt_state"),
         convolution=nn.Conv,
-        norm=nn.BatchNorm,
     ),
     NNX_VIEW,
     dataclasses.replace(
@@ -358,10 +340,7 @@ ADAPTERS = [
         cast_params=equinox.cast_params,
         forward=equinox_forward,
         trainer=equinox_trainer,
-        everything=functional_everything,
-        opt_state=lambda state: state[2],
         convolution=eqx.nn.Conv,
-        norm=eqx.nn.BatchNorm,
         casts_output=False,
     ),
     Adapter(
@@ -370,9 +349,6 @@ ADAPTERS = [
         cast_params=haiku.cast_params,
         forward=haiku_forward,
         trainer=haiku_trainer,
-        everything=functional_everything,
-        opt_state=lambda state: state[2],
         convolution=hk.Conv2D,
-        norm=hk.BatchNorm,
     ),
 ]

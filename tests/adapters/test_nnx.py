@@ -1,7 +1,5 @@
 """The nnx adapter: half products, shared Variables, an untouched argument, atomic steps."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,114 +10,74 @@ import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import nnx as adapter
 from tests.bits import bits
-from tests.commands import in_full
-from tests.products import operand_dtypes_of, product_dtypes
+from tests.products import product_dtypes
 
-IMAGES = jnp.ones((2, 4, 4, 3))
-TOKENS = jnp.arange(12).reshape(2, 6) % 7
+ROWS = jax.random.normal(jax.random.key(5), (16, 8))
 
 
-class ScaleNorm(nnx.Module):
-    """A norm of the user's own."""
+class Net(nnx.Module):
+    """All that changes in training: statistics, of a norm in a list, and random numbers.
 
-    def __init__(self):
-        self.gain = nnx.Param(jnp.ones(()))
+    The head stands in two places.
+    """
+
+    def __init__(self, rngs):
+        self.body = nnx.Linear(8, 8, rngs=rngs)
+        self.blocks = nnx.List([nnx.BatchNorm(8, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs)
+        self.tail = self.head
 
     def __call__(self, x):
-        return self.gain * x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return self.decode(self.encode(x))
+
+    def encode(self, x):
+        return self.dropout(nnx.relu(self.blocks[0](self.body(x))))
+
+    def decode(self, x):
+        return self.tail(x)
 
 
-class Convolutions(nnx.Module):
+def net_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+class Counting(Net):
+    """The same, with an attribute and Variables that each call changes."""
+
     def __init__(self, rngs):
-        self.first = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-        self.batch_norm = nnx.BatchNorm(8, rngs=rngs)
-        self.second = nnx.ConvTranspose(8, 8, (3, 3), rngs=rngs)
-        self.group_norm = nnx.GroupNorm(8, num_groups=2, rngs=rngs)
-        self.head = nnx.Linear(8, 3, rngs=rngs)
+        super().__init__(rngs)
+        self.calls = 0
+        self.absent = nnx.Param(None)
 
     def __call__(self, x):
-        x = nnx.relu(self.batch_norm(self.first(x)))
-        return self.head(self.second(self.group_norm(x)).mean((1, 2)))
+        self.calls += 1
+        self.sow(nnx.Intermediate, "activations", x[0, 0])
+        return super().__call__(x)
 
 
-class Sequences(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(7, 8, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-        self.norms = nnx.List([nnx.LayerNorm(8, rngs=rngs), nnx.RMSNorm(8, rngs=rngs)])
-        self.scale_norm = ScaleNorm()
-        cells = (nnx.OptimizedLSTMCell, nnx.LSTMCell, nnx.GRUCell, nnx.SimpleCell)
-        self.recurrent = nnx.List([nnx.RNN(cell(8, 8, rngs=rngs)) for cell in cells])
-        self.layers = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.gelu, nnx.Dropout(0.0))
-        self.general = nnx.LinearGeneral(16, 8, rngs=rngs)
-        self.tied = self.general
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        x = x + self.attention(self.norms[0](x), mask=nnx.make_causal_mask(tokens))
-        for layer in self.recurrent:
-            x = layer(x)
-        x = self.general(self.layers(self.norms[1](x)))
-        return self.embed.attend(self.scale_norm(x))
-
-
-MODELS = {"convolutions": (Convolutions, IMAGES), "sequences": (Sequences, TOKENS)}
-
-
-def split_loss(model, inputs):
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss_fn(params):
-        output = nnx.merge(graph, params, rest, copy=True)(inputs)
-        return jnp.sum(output.astype(jnp.float32) ** 2)
-
-    return loss_fn, params
-
-
-@pytest.mark.parametrize(
-    "policy", in_full(["mixed_float16", "O2", "mixed_bfloat16", "O3"], first=1)
-)
-@pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS.keys())
-def test_every_product_is_half_forward_and_backward(make, inputs, policy):
-    model = adapter.cast_params(make(nnx.Rngs(0)), policy)
-    view = adapter.autocast(model, policy)
-    loss_fn, params = split_loss(view, inputs)
-    half = jmp.get_policy(policy).compute_dtype.__name__
-    assert operand_dtypes_of(jax.make_jaxpr(jax.grad(loss_fn))(params).jaxpr) == {half}
-    output = nnx.eval_shape(lambda m: m(inputs), view)
-    assert output.dtype == jmp.get_policy(policy).output_dtype
-
-
-@pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS.keys())
-def test_variables_are_shared_and_the_argument_stays_as_it_was(make, inputs):
-    model = make(nnx.Rngs(0))
+def test_variables_are_shared_and_the_argument_stays_as_it_was():
+    model = Net(nnx.Rngs(0))
     graph = nnx.graphdef(model)
-    view = adapter.autocast(model, "mixed_float16")
-    assert isinstance(view, make)
+    one, two = (adapter.autocast(model, "mixed_float16") for _ in range(2))
+    assert nnx.graphdef(one) == nnx.graphdef(two)
+    assert isinstance(one, Net) and one.tail is one.head
     assert nnx.graphdef(model) == graph
-    loss_fn, params = split_loss(model, inputs)
-    assert list(product_dtypes(loss_fn, params)) == ["float32"]
+    assert products_of(model) == {"float32": 2}
     of_model, shared = (
         {path: id(node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
-        for module in (model, view)
+        for module in (model, one)
     )
     assert shared == of_model
 
 
-def test_views_of_one_policy_have_equal_graphs_in_which_one_module_stays_one():
-    model = Sequences(nnx.Rngs(0))
-    one, two = (adapter.autocast(model, "mixed_float16") for _ in range(2))
-    assert nnx.graphdef(one) == nnx.graphdef(two)
-    assert one.tied is one.general
-
-
 def test_cast_params_keeps_norms_and_statistics_and_copies():
-    model = Convolutions(nnx.Rngs(0))
-    cast = adapter.cast_params(model, "O2", [(nnx.Linear, "float32"), ("first/bias", "float32")])
-    assert model.first.kernel[...].dtype == jnp.float32
+    model = Net(nnx.Rngs(0))
+    cast = adapter.cast_params(model, "O2", [("head", "float32"), ("body/bias", "float32")])
+    assert model.body.kernel[...].dtype == jnp.float32
     flat = nnx.to_flat_state(nnx.state(cast))
-    half = {"/".join(path) for path, variable in flat if variable[...].dtype == jnp.float16}
-    assert half == {"first/kernel", "second/kernel", "second/bias"}
+    half = {path for path, variable in flat if variable[...].dtype == jnp.float16}
+    assert half == {("body", "kernel")}
 
 
 class Containers(nnx.Module):
@@ -141,63 +99,23 @@ def test_modules_in_containers_are_found_by_key_and_by_index():
     assert product_dtypes(lambda x: view.parts["a"](view.pair[1](x)), ROWS) == {"float32": 2}
 
 
-def mean_square(model, inputs):
-    return jnp.mean((model(inputs) - 1.0) ** 2)
+GROWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 
 
-def test_an_auxiliary_output_comes_along_and_bfloat16_needs_no_scale():
-    view = adapter.autocast(Convolutions(nnx.Rngs(0)), "mixed_bfloat16")
-    tx = transforms.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
-    optimizer = nnx.Optimizer(view, tx, wrt=nnx.Param)
-    assert adapter.loss_scale(optimizer) == jmp.NoOpLossScale()
-    loss_fn = lambda m, x: (mean_square(m, x), {"inputs": x})
-    step = nnx.jit(lambda m, o, x: adapter.train_step(loss_fn, m, o, x, has_aux=True))
-    losses = []
-    for _ in range(3):
-        loss, aux = step(view, optimizer, IMAGES)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    assert bits(aux["inputs"]) == bits(IMAGES)
-
-
-class Regularised(nnx.Module):
-    """A network whose calls change its state: statistics, a count of random numbers, a flag."""
-
-    def __init__(self, rngs):
-        self.first = nnx.Linear(8, 8, rngs=rngs)
-        self.batch_norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(8, 2, dtype=jnp.float32, rngs=rngs)
-        self.calls = 0
-
-    def __call__(self, x):
-        self.calls += 1
-        return self.decode(self.encode(x))
-
-    def encode(self, x):
-        return self.dropout(nnx.relu(self.batch_norm(self.first(x))))
-
-    def decode(self, x):
-        return self.head(x)
-
-
-ROWS = jax.random.normal(jax.random.key(5), (16, 8))
-
-
+@GROWS
 @pytest.mark.parametrize("way", ["lifted", "view", "lifted in jit"])
 def test_what_a_call_changes_is_changed(way):
-    model, reference = Regularised(nnx.Rngs(0)), Regularised(nnx.Rngs(0))
-    expected = reference(ROWS)
-    call = lambda model, x: model(x)
+    model, reference = Counting(nnx.Rngs(0)), Counting(nnx.Rngs(0))
+    lowered = adapter.autocast(lambda model, x: model(x), "mixed_float16")
     if way == "view":
-        view = adapter.autocast(model, "mixed_float16")
-        output, calls = view(ROWS), view.calls
+        model = adapter.autocast(model, "mixed_float16")
+        call = lambda model, x: model(x)
     else:
-        lowered = adapter.autocast(call, "mixed_float16")
-        output = (nnx.jit(lowered) if "jit" in way else lowered)(model, ROWS)
-        calls = model.calls
-    assert calls == 1
-    assert jnp.allclose(output, expected, atol=1e-2)
+        call = nnx.jit(lowered) if "jit" in way else lowered
+    for calls in (1, 2):
+        assert jnp.allclose(call(model, ROWS), reference(ROWS), atol=1e-2)
+        assert model.calls == calls
+    assert bits(model.activations.get_value()) == bits(reference.activations.get_value())
     for path, variable in nnx.to_flat_state(nnx.state(reference)):
         got = dict(nnx.to_flat_state(nnx.state(model)))[path]
         if isinstance(variable, nnx.BatchStat | nnx.RngCount):
@@ -210,7 +128,7 @@ def test_a_lifted_loss_is_differentiated_and_decorates():
     def loss_fn(model, x):
         return jnp.mean(model(x) ** 2)
 
-    model = Regularised(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     loss = lambda params: loss_fn(nnx.merge(graph, params, rest, copy=True), ROWS)
     # The gradient of the first layer's input is nobody's.
@@ -220,12 +138,12 @@ def test_a_lifted_loss_is_differentiated_and_decorates():
 
 
 def test_modules_inside_a_view_are_lowered_when_called_from_outside():
-    view = adapter.autocast(Regularised(nnx.Rngs(0)), "mixed_float16")
+    view = adapter.autocast(Net(nnx.Rngs(0)), "mixed_float16")
     assert product_dtypes(lambda x: view.head(x), ROWS) == {"float16": 1}
     # Other methods run as written, but for the modules they call.
     assert product_dtypes(lambda x: view.decode(x), ROWS) == {"float16": 1}
-    encode = adapter.autocast(Regularised.encode, "mixed_float16")
-    assert product_dtypes(lambda x: encode(Regularised(nnx.Rngs(0)), x), ROWS) == {"float16": 1}
+    encode = adapter.autocast(Net.encode, "mixed_float16")
+    assert product_dtypes(lambda x: encode(Net(nnx.Rngs(0)), x), ROWS) == {"float16": 1}
 
 
 def products_of(model, call=lambda model, x: model(x)):
@@ -234,12 +152,12 @@ def products_of(model, call=lambda model, x: model(x)):
 
 
 def test_a_second_policy_replaces_the_first_and_one_inside_stays():
-    model = Regularised(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     first = adapter.autocast(model, "mixed_float16", rules=[("head", "float32")])
     second = adapter.autocast(first, "mixed_bfloat16")
     assert products_of(second) == {"bfloat16": 2}
     assert products_of(first) == {"float16": 1, "float32": 1}
-    model.head = adapter.autocast(model.head, "float32")
+    model.head = model.tail = adapter.autocast(model.head, "float32")
     outer = adapter.autocast(model, "mixed_float16")
     assert products_of(outer) == {"float16": 1, "float32": 1}
     lifted = adapter.autocast(lambda model, x: model(x), "mixed_bfloat16")
@@ -248,7 +166,7 @@ def test_a_second_policy_replaces_the_first_and_one_inside_stays():
 
 
 def test_a_view_has_modes_of_its_own():
-    model = Regularised(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     view = adapter.autocast(model, "mixed_float16")
     view.eval()
     assert view.dropout.deterministic and not model.dropout.deterministic
@@ -257,79 +175,22 @@ def test_a_view_has_modes_of_its_own():
     assert bits(nnx.as_pure(nnx.state(model, nnx.BatchStat))) == before
 
 
-class Sowing(nnx.Module):
-    """A module whose Variables hold what is no single array."""
-
-    def __init__(self, rngs):
-        self.layer = nnx.Linear(8, 8, rngs=rngs)
-        self.absent = nnx.Param(None)
-
-    def __call__(self, x):
-        x = self.layer(x)
-        self.sow(nnx.Intermediate, "activations", x[0, 0])
-        return x
-
-
-@pytest.mark.parametrize("way", ["lifted", "view"])
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_a_variable_that_grows_keeps_growing(way):
-    model = Sowing(nnx.Rngs(0))
-    if way == "view":
-        call = model = adapter.autocast(model, "mixed_bfloat16")
-    else:
-        call = functools.partial(adapter.autocast(lambda m, x: m(x), "mixed_bfloat16"), model)
-    outputs = [call(ROWS * factor)[0, 0] for factor in (1.0, 2.0, 3.0)]
-    assert bits(model.activations.get_value()) == bits(tuple(outputs))
-
-
-def test_a_jitted_part_keeps_no_scope_of_other_rules():
-    part = nnx.jit(lambda layer, x: layer(x))
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(8, 8, rngs=rngs)
-
-        def __call__(self, x):
-            return part(self.layer, x)
-
-    view = adapter.autocast(Model(nnx.Rngs(0)), "mixed_bfloat16")
-    view(ROWS)
-    assert bits(part(view.layer, ROWS)) == bits(view.layer(ROWS))
-
-
 def test_options_name_the_functions_arguments():
     lowered = adapter.autocast(lambda model, x: x * 1.0, "mixed_bfloat16", apply_to=("x",))
-    assert bits(lowered(Sowing(nnx.Rngs(0)), ROWS)) != bits(ROWS)
+    assert bits(lowered(Net(nnx.Rngs(0)), ROWS)) != bits(ROWS)
 
 
 def test_rules_leave_no_trace_in_the_graph():
-    model = Regularised(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     model(ROWS)
     graph = nnx.graphdef(model)
     rules = [(nnx.Linear, "float32"), ("dropout", "float32")]
-    encode = adapter.autocast(Regularised.encode, "mixed_float16", rules=rules)
+    encode = adapter.autocast(Net.encode, "mixed_float16", rules=rules)
     encode(model, ROWS)
     assert nnx.graphdef(model) == graph
 
 
 # A call or a step that fails leaves everything as it was.
-
-
-class Net(nnx.Module):
-    """All that changes in training, and a norm inside a list."""
-
-    def __init__(self, rngs):
-        self.body = nnx.Linear(8, 4, rngs=rngs)
-        self.blocks = nnx.List([nnx.BatchNorm(4, rngs=rngs)])
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(4, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.dropout(nnx.relu(self.blocks[0](self.body(x)))))
-
-
-def net_loss(model, x):
-    return jnp.mean(model(x) ** 2)
 
 
 def contents(*nodes):
@@ -357,7 +218,16 @@ def test_a_closed_over_model_in_training_is_refused_and_stays_whole(way, trace):
     text = str(caught.value)
     assert "BatchStat blocks/0/mean" in text and "RngCount dropout/rngs/count" in text
     assert "Param" not in text and "nnx.jit" in text and "model.eval()" in text
-    assert call(model, ROWS).shape == (16, 3)  # and it runs
+    assert call(model, ROWS).shape == (16, 8)  # and it runs
+
+
+@GROWS
+def test_attributes_that_a_closed_over_model_would_get_are_refused():
+    model = Counting(nnx.Rngs(0))
+    before = contents(model)
+    with pytest.raises(errors.TraceContextError, match="changes attributes of Counting"):
+        jax.make_jaxpr(lambda x: lifted(model, x))(ROWS)
+    assert contents(model) == before and model.calls == 0
 
 
 def test_a_closed_over_model_that_does_not_change_is_no_obstacle_to_one_that_does():
@@ -372,23 +242,6 @@ def test_a_closed_over_model_that_does_not_change_is_no_obstacle_to_one_that_doe
     mean = student.blocks[0].mean[...]
     both(student, ROWS)
     assert not jnp.array_equal(student.blocks[0].mean[...], mean)
-
-
-def test_attributes_that_a_closed_over_model_would_get_are_refused():
-    class Counting(nnx.Module):
-        def __init__(self):
-            self.scale = nnx.Param(jnp.ones(()))
-            self.calls = 0
-
-        def __call__(self, x):
-            self.calls += 1
-            return self.scale * x
-
-    model = Counting()
-    before = contents(model)
-    with pytest.raises(errors.TraceContextError, match="changes attributes of Counting"):
-        jax.make_jaxpr(lambda x: lifted(model, x))(ROWS)
-    assert contents(model) == before and model.calls == 0
 
 
 def test_an_error_while_a_model_is_written_leaves_it_whole(monkeypatch):
@@ -421,27 +274,12 @@ def test_a_step_whose_optimizer_fails_changes_nothing():
 # Steps of one's own.
 
 
-class Judge(nnx.Module):
-    """A network of a GAN: its norm has statistics."""
-
-    def __init__(self, rngs):
-        self.layer = nnx.Linear(8, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-
-    def __call__(self, x):
-        return nnx.tanh(self.norm(self.layer(x)))
-
-
 def judged(judge, maker, x):
     return jnp.mean((judge(maker(x)) - 1) ** 2)
 
 
-def made(maker, judge, x):
-    return jnp.mean(judge(maker(x)) ** 2)
-
-
 def optimized(seed, tx):
-    view = adapter.autocast(Judge(nnx.Rngs(seed)), "mixed_float16")
+    view = adapter.autocast(Net(nnx.Rngs(seed)), "mixed_float16")
     return view, nnx.Optimizer(view, tx, wrt=nnx.Param)
 
 
@@ -479,32 +317,9 @@ def test_a_step_of_ones_own_is_train_step_bit_by_bit(x):
         if is_skipped:
             assert bits(values(model, other)) == bits(before)
         else:  # the statistics of both have moved, and the parameters of the first
-            assert (other.norm.mean[...] != 0).any() and (model.norm.mean[...] != 0).any()
-            assert (model.layer.kernel[...] != before[0]["layer"]["kernel"]).any()
+            assert all((net.blocks[0].mean[...] != 0).any() for net in (model, other))
+            assert (model.head.kernel[...] != before[0]["head"]["kernel"]).any()
     assert bits(ends[0]) == bits(ends[1])
-
-
-def test_of_two_models_the_one_that_overflows_is_skipped_alone():
-    (judge, judge_optimizer), (maker, maker_optimizer) = optimized(0, MIXED), optimized(1, MIXED)
-    # The gradients of the judge are 2**126 times too large, the maker's are not.
-    state = nnx.as_pure(judge_optimizer.opt_state)
-    scale = jmp.DynamicLossScale(2.0**126)
-    nnx.update(judge_optimizer.opt_state, nnx.state(transforms.set_loss_scale(state, scale)))
-
-    @nnx.jit
-    def step(judge, judge_optimizer, maker, maker_optimizer, x):
-        adapter.train_step(judged, judge, judge_optimizer, maker, x)
-        adapter.train_step(made, maker, maker_optimizer, judge, x)
-
-    before = values(judge)
-    step(judge, judge_optimizer, maker, maker_optimizer, ROWS)
-    assert int(judge_optimizer.step[...]) == 0 and int(maker_optimizer.step[...]) == 1
-    assert adapter.loss_scale(judge_optimizer).loss_scale == 2.0**125
-    assert adapter.loss_scale(maker_optimizer).loss_scale == 2.0**10
-    # The judge's statistics come from the one step that was taken, the maker's.
-    after = values(judge)[0]
-    assert bits(after["layer"]) == bits(before[0]["layer"])
-    assert (after["norm"]["mean"] != 0).any()
 
 
 @pytest.mark.parametrize(
@@ -529,37 +344,36 @@ def test_a_step_of_ones_own_that_fails_or_updates_nothing_changes_nothing(is_upd
 
 def test_gradients_are_of_what_argnums_names():
     (model, _), (other, _) = optimized(0, MIXED), optimized(1, MIXED)
+    model.eval()
+    other.eval()
     scale = jmp.StaticLossScale(8.0)
-    only = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("norm")))
+    only = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("blocks")))
     of_both = adapter.scaled_value_and_grad(judged, scale, argnums=(0, 1))
     loss, (first, second) = of_both(model, other, ROWS)
     _, of_norm = adapter.scaled_value_and_grad(judged, scale, only)(model, other, ROWS)
-    assert loss.dtype == jnp.float32 and set(second) == {"layer", "norm"}
-    assert set(of_norm) == {"norm"}
+    assert loss.dtype == jnp.float32 and set(second) == {"body", "blocks", "head"}
+    assert set(of_norm) == {"blocks"}
     exact = nnx.grad(judged)(model, other, ROWS)
+    norms = [gradients["blocks"][0] for gradients in (exact, first, of_norm)]
     for name in ("scale", "bias"):
-        assert jnp.allclose(first["norm"][name][...], 8 * exact["norm"][name][...], rtol=1e-2)
-        assert jnp.allclose(of_norm["norm"][name][...], first["norm"][name][...], rtol=1e-2)
+        expected, *found = (norm[name][...] for norm in norms)
+        assert all(jnp.allclose(got, 8 * expected, rtol=2e-2, atol=1e-5) for got in found)
 
 
 # Diagnostics of a model in training.
 
 
-@pytest.mark.parametrize("head", ["float16", "float32"])
 @pytest.mark.parametrize("way", ["plain", "view", "wrapped loss"])
-def test_reports_take_a_model_in_training_and_show_its_modules_and_what_rules_do(way, head):
-    rules = [("head", head)] if head == "float32" else []
-    model, loss_fn, options = Net(nnx.Rngs(0)), net_loss, {}
+def test_reports_take_a_model_in_training_and_show_its_modules_and_what_rules_do(way):
+    model, loss_fn, options = Net(nnx.Rngs(0)), net_loss, {"rules": [("head", "float32")]}
     if way == "view":
-        model = adapter.autocast(model, "mixed_float16", rules=rules)
+        model, options = adapter.autocast(model, "mixed_float16", **options), {}
     elif way == "wrapped loss":
-        loss_fn = adapter.autocast(net_loss, "mixed_float16", rules=rules)
-    else:
-        options = {"rules": rules}
+        loss_fn, options = adapter.autocast(net_loss, "mixed_float16", **options), {}
     before = contents(model)
     report = diagnostics.precision_report(loss_fn, "mixed_float16", **options)(model, ROWS)
     products = [(row.module, row.dtype_in) for row in report.rows if row.kind == "product"]
-    assert products == [("body", "float16"), ("head", head)]
+    assert products == [("body", "float16"), ("head", "float32")]
     assert "blocks/0" in {row.module for row in report.rows}
     assert contents(model) == before
 
@@ -586,17 +400,15 @@ def test_parameters_alone_are_differentiated_in_a_model_in_training():
     assert contents(model) == before
 
 
-def test_tied_parameters_count_once_in_reports():
-    class Tied(nnx.Module):
-        def __init__(self, rngs):
-            self.one = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
-            self.two = self.one
+def test_shared_variables_count_once_and_keys_with_slashes_name_their_own():
+    class Two(nnx.Module):
+        def __init__(self):
+            inner = nnx.Dict({"b": nnx.Param(jnp.ones(3))})
+            self.weights = nnx.Dict({"a/b": nnx.Param(jnp.ones(2)), "a": inner})
+            self.weights_again = self.weights
 
-        def __call__(self, x):
-            return self.two(self.one(x))
-
-    report = diagnostics.memory_report(lambda m, x: jnp.mean(m(x)), compiled=False)
-    assert report(Tied(nnx.Rngs(0)), jnp.ones((2, 4))).parameters == 16
+    report = diagnostics.range_report(Two())
+    assert {row.path: row.size for row in report.rows} == {"weights/a/b": 3, "weights/'a/b'": 2}
 
 
 def test_modules_in_loops_and_abstract_models_are_named_by_their_whole_path():
@@ -655,6 +467,9 @@ def test_the_loss_reaches_an_optimizer_that_asks_for_it(policy, kind):
     given = {"value": jnp.float32(-1.0)}
     adapter.train_step(squared, view, optimizer, BATCH, extra_args=given)
     assert nnx.as_pure(optimizer.opt_state).inner_state[1].best_value == -1.0
+    with_aux = lambda model, x: (squared(model, x), {"inputs": x})
+    loss, aux = adapter.train_step(with_aux, view, optimizer, BATCH, has_aux=True)
+    assert loss.shape == () and bits(aux["inputs"]) == bits(BATCH)
 
 
 @pytest.mark.filterwarnings("ignore::jmp.UnscaledLossWarning")
@@ -712,35 +527,3 @@ def test_what_has_a_half_product_or_none_at_all_is_not_warned_of(how):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     adapter.train_step(loss, model, optimizer, BATCH)  # a warning is an error in tests
     assert int(optimizer.step[...]) == 1
-
-
-def test_a_skipped_step_moves_no_average_of_the_parameters():
-    model = adapter.autocast(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
-    average = nnx.clone(model)
-    tx = transforms.mixed_precision(optax.sgd(0.5), "mixed_float16")
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, average, optimizer, x):
-        with adapter.atomic_step(model, optimizer, average):
-            grad_fn = adapter.scaled_value_and_grad(net_loss, adapter.loss_scale(optimizer))
-            optimizer.update(model, grad_fn(model, x)[1])
-            mean = jax.tree.map(lambda a, b: (a + b) / 2, nnx.state(average), nnx.state(model))
-            nnx.update(average, mean)
-
-    kernel = jnp.array(average.kernel[...])
-    step(model, average, optimizer, jnp.ones((4, 2)))
-    moved = jnp.array(average.kernel[...])
-    assert not jnp.array_equal(moved, kernel)
-    step(model, average, optimizer, jnp.full((4, 2), jnp.inf))
-    assert jnp.array_equal(average.kernel[...], moved) and int(optimizer.step[...]) == 1
-
-
-def test_keys_with_slashes_name_variables_of_their_own():
-    class Two(nnx.Module):
-        def __init__(self):
-            inner = nnx.Dict({"b": nnx.Param(jnp.ones(3))})
-            self.weights = nnx.Dict({"a/b": nnx.Param(jnp.ones(2)), "a": inner})
-
-    report = jmp.diagnostics.range_report(Two())
-    assert {row.path: row.size for row in report.rows} == {"weights/a/b": 3, "weights/'a/b'": 2}

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import pathlib
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,54 +35,16 @@ def exponential(x):
     return jnp.exp(x)  # planted
 
 
-def square(x):
-    return lax.square(x) + 1  # planted
-
-
-def product(x):
-    return x @ x  # planted
-
-
-def cast(x):
-    return x.astype(F16)  # planted
-
-
-def flushed_probability(x):
-    return jnp.log(jnp.exp(x))  # planted
-
-
-def inverse_root(x):
-    return lax.rsqrt(x)  # planted
-
-
-def too_small_a_divisor(x):
-    return 1 / x  # planted
-
-
 def masked_throughout(x):
     mask = jnp.array([[True, True], [False, False]])
     scores = jnp.where(mask, x, -jnp.inf)
     return jax.nn.softmax(scores)  # planted
 
 
-def exponential_under_a_mask(x):
-    scores = jnp.where(jnp.arange(x.size) > 0, x, -jnp.inf)
-    weights = jnp.exp(scores)  # planted
-    return weights / weights.sum()
-
-
 def two_sides_of_a_where(x):
     unread = jnp.log(jnp.zeros_like(x))
     read = jnp.exp(x)  # planted
     return jnp.where(x < 0, unread, read)
-
-
-def out_of_bounds(x):
-    return jnp.take(x, jnp.array([0, 7]))  # planted
-
-
-def constant(x):
-    return jnp.where(x > 0, x, jnp.nan)  # planted
 
 
 # Nested.
@@ -97,23 +58,6 @@ def scanned(x, reverse=False):
     return lax.scan(body, 0, x, reverse=reverse)
 
 
-def carried(x):
-    def body(carry, _):
-        return carry * 4, None  # planted
-
-    return lax.scan(body, x, None, length=12)[0]
-
-
-def nested_scans(x):
-    def inner(carry, factor):
-        return carry * factor, None  # planted
-
-    def outer(carry, factors):
-        return lax.scan(inner, carry, factors)[0], None
-
-    return lax.scan(outer, x, jnp.full((4, 5), 2, x.dtype))[0]
-
-
 def loop(x):
     def body(state):
         count, value = state
@@ -124,21 +68,6 @@ def loop(x):
 
 def loop_under_vmap(x):
     return jax.vmap(lambda y: lax.while_loop(lambda z: z < 6e4, lambda z: z * z, y))(x)  # planted
-
-
-def experts(x, index):
-    def second(y):
-        return jnp.exp(y)  # planted
-
-    return lax.switch(index, [jnp.tanh, jnp.sin, second], x)
-
-
-def in_remat(x):
-    return jax.checkpoint(exponential)(x)
-
-
-def in_jits(x):
-    return jax.jit(jax.jit(exponential))(x)
 
 
 def running_maximum(x):
@@ -166,12 +95,8 @@ def sharded(x, **options):
 # Derivatives.
 
 
-def trap(x):
-    return jnp.where(x > 0, jnp.log(x), 0).sum()  # planted
-
-
-def trap_of_a_root(x):
-    return jnp.where(x > 0, jnp.sqrt(x), 0).sum()  # planted
+def trap(x, function=jnp.log):
+    return jnp.where(x > 0, function(x), 0).sum()  # planted
 
 
 @jax.custom_vjp
@@ -204,59 +129,13 @@ def scanned_backward(x):
     return lax.scan(body, 0.0, x)[0]
 
 
-def remat_backward(x):
-    return jax.checkpoint(trap)(x)
-
-
 # Libraries.
-
-
-def adam(x):
-    optimizer = optax.adam(1e-3)
-    updates, _ = optimizer.update(x, optimizer.init(x))  # planted
-    return updates
 
 
 def scaled_loss(x):
     loss_scale = jmp.StaticLossScale(2.0**17)
     loss = jmp.autocast(lambda x: jnp.tanh(x @ x).sum(), "mixed_float16")  # planted
     return jmp.scaled_value_and_grad(loss, loss_scale)(x)
-
-
-def autocast_product(x):
-    def network(x):
-        with jax.named_scope("head"):
-            return jnp.sum((x @ x) @ x)  # planted
-
-    return jmp.autocast(network, "mixed_float16")(x)
-
-
-class Head(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        logits = nn.Dense(3, dtype=F16, kernel_init=nn.initializers.ones)(x)
-        weights = jnp.exp(logits)  # planted
-        return (weights / weights.sum()).astype(jnp.float32).sum()
-
-
-def linen_model(x):
-    head = Head()
-    return jax.jit(head.apply)(head.init(jax.random.key(0), x), 4 * x)
-
-
-class NnxHead(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(4, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dense(x)
-
-
-def nnx_model(head, x):
-    def loss(head):
-        return jnp.sqrt(jnp.sum(head(0 * x) ** 2))  # planted
-
-    return nnx.grad(loss)(head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,36 +160,41 @@ AUTO = {"axis_names": {"data"}}
 CASES = [
     Case(exponential, (half(12),), "exp", "exp overflows float16 above 11.09"),
     Case(exponential, (jnp.array([89.0]),), "exp", "above 88.7", dtype="float32", name="exp f32"),
-    Case(square, (half(300),), "square", "as jmp.autocast of the float32 function does"),
-    Case(product, (half(300, 300),), "dot_general", "sum of products went beyond 65504"),
-    Case(cast, (jnp.array([7e4]),), "convert_element_type",
-         "beyond 65504, float16's largest. Make them smaller before the cast, or leave them"),
-    Case(flushed_probability, (half(-20),), "log", "The logarithm of zero. float16's smallest"),
-    Case(inverse_root, (half(0),), "rsqrt", "It divides by zero"),
-    Case(inverse_root, (-half(1),), "rsqrt", "outside of its domain, an index out of bounds", "NaN",
-         name="rsqrt(-1)"),
-    Case(too_small_a_divisor, (half(6e-8),), "div", "divides by as little as 6e-08"),
-    Case(masked_throughout, (ONES,), "sub", "masked throughout", "NaN", dtype="float32"),
-    Case(exponential_under_a_mask, (half(1, 12),), "exp", "exp overflows"),
-    Case(two_sides_of_a_where, (half(12),), "exp", "exp overflows"),
-    Case(out_of_bounds, (jnp.ones(3),), "gather", "out of bounds", "NaN", dtype="float32"),
-    Case(constant, (jnp.array([-1.0]),), "constant", "written in the program", "NaN",
-         dtype="float32"),
-    Case(lambda x: x * 1e38 * 1e38, (jnp.bfloat16(1),), "mul", "is not the cause",  # planted
-         dtype="bfloat16", name="bfloat16"),
+    Case(lambda x: lax.square(x) + 1, (half(300),), "square",  # planted
+         "as jmp.autocast of the float32 function does", name="square"),
+    Case(lambda x: x @ x, (half(300, 300),), "dot_general",  # planted
+         "sum of products went beyond 65504", name="product"),
+    Case(lambda x: x.astype(F16), (jnp.array([7e4]),), "convert_element_type",  # planted
+         "beyond 65504, float16's largest. Make them smaller before the cast, or leave them",
+         name="cast"),
     Case(lambda x: x.astype(jnp.float8_e4m3fn), (jnp.array([1e3]),),  # planted
          "convert_element_type", "beyond 448", "NaN", dtype="float8_e4m3fn", name="float8"),
+    Case(lambda x: jnp.log(jnp.exp(x)), (half(-20),), "log",  # planted
+         "The logarithm of zero. float16's smallest", name="probability"),
+    Case(lambda x: lax.rsqrt(x), (half(0),), "rsqrt", "It divides by zero", name="root"),  # planted
+    Case(lambda x: lax.rsqrt(x), (-half(1),), "rsqrt",  # planted
+         "outside of its domain, an index out of bounds", "NaN", name="rsqrt(-1)"),
+    Case(lambda x: 1 / x, (half(6e-8),), "div",  # planted
+         "divides by as little as 6e-08. float16's smallest number is 6e-08: an epsilon of 1e-8 is",
+         name="divisor"),
+    Case(masked_throughout, (ONES,), "sub", "masked throughout", "NaN", dtype="float32"),
+    Case(two_sides_of_a_where, (half(12),), "exp", "exp overflows"),
+    Case(lambda x: jnp.take(x, jnp.array([0, 7])), (jnp.ones(3),), "gather",  # planted
+         "out of bounds", "NaN", dtype="float32", name="gather"),
+    Case(lambda x: jnp.where(x > 0, x, jnp.nan), (-jnp.ones(1),), "constant",  # planted
+         "written in the program", "NaN", dtype="float32", name="constant"),
+    Case(lambda x: x * 1e38 * 1e38, (jnp.bfloat16(1),), "mul", "is not the cause",  # planted
+         dtype="bfloat16", name="bfloat16"),
     # Nested.
     Case(scanned, (PROBABLE,), "exp", "", inside=("scan, iteration 7",), module="cell"),
     Case(functools.partial(scanned, reverse=True), (PROBABLE,), "exp", "",
          inside=("scan, iteration 7",), module="cell", name="reverse scan"),
-    Case(carried, (half(1),), "mul", "", inside=("scan, iteration 7",)),
-    Case(nested_scans, (half(1),), "mul", "", inside=("scan, iteration 3", "scan, iteration 0")),
     Case(loop, (half(10),), "mul", "", inside=("while, iteration 2",)),
     Case(loop_under_vmap, (half(10, 20),), "while", "reported as a whole"),
-    Case(experts, (half(12), 2), "exp", "", inside=("cond, branch 2",)),
-    Case(in_remat, (half(12),), "exp", "", inside=("remat",)),
-    Case(in_jits, (half(12),), "exp", "", inside=("jit exponential", "jit exponential")),
+    Case(lambda x: lax.switch(2, [jnp.tanh, jnp.sin, exponential], x), (half(12),), "exp", "",
+         inside=("cond, branch 2",), name="experts"),
+    Case(jax.jit(jax.jit(exponential)), (half(12),), "exp", "",
+         inside=("jit exponential", "jit exponential"), name="jits"),
     Case(running_maximum, (jnp.full((3, 2), 89.0),), "exp", "", inside=("scan, iteration 0",),
          dtype="float32"),
     Case(sharded, (half(1, 1, 7, 1),), "mul", "", inside=("shard_map", "scan, iteration 3")),
@@ -319,8 +203,8 @@ CASES = [
     # Derivatives.
     Case(jax.grad(trap), (jnp.array([1.0, 0.0]),), "div", "derivative divides by zero", "NaN",
          "backward", dtype="float32"),
-    Case(jax.grad(trap_of_a_root), (jnp.array([1.0, 0.0]),), "div", "derivative of sqrt",
-         dtype="float32"),
+    Case(lambda x: jax.grad(trap)(x, jnp.sqrt), (jnp.array([1.0, 0.0]),), "div",
+         "derivative of sqrt", dtype="float32", name="root in a trap"),
     Case(jax.grad(custom_backward), (0.0,), "div", "", direction="backward", dtype="float32",
          name="custom_vjp"),
     Case(lambda x: jax.jvp(with_a_jvp, (x,), (1.0,)), (jnp.zeros(()),), "div", "", dtype="float32",
@@ -329,17 +213,11 @@ CASES = [
          name="custom_jvp transposed"),
     Case(jax.grad(scanned_backward), (jnp.ones(9).at[7].set(0),), "div", "", "NaN", "backward",
          ("scan, iteration 7",), "float32"),
-    Case(jax.grad(remat_backward), (jnp.zeros(1),), "div", "", "NaN", "backward", ("remat",),
-         "float32"),
+    Case(jax.grad(jax.checkpoint(trap)), (jnp.zeros(1),), "div", "", "NaN", "backward", ("remat",),
+         "float32", name="remat"),
     # Libraries.
-    Case(adam, (half(0, 1e-4),), "div", "an epsilon of 1e-8 is zero", "NaN"),
     Case(scaled_loss, (0.01 * ONES,), "convert_element_type", "lower the scale",
          direction="backward"),
-    Case(autocast_product, (300 * ONES,), "dot_general", 'rules=[("head*", "float32")]',
-         module="head"),
-    Case(linen_model, (jnp.ones((1, 4)),), "exp", "", inside=("jit apply",), module="Head"),
-    Case(nnx_model, (NnxHead(nnx.Rngs(0)), jnp.ones((1, 4))), "div", "derivative of sqrt",
-         dtype="float32"),
 ]  # fmt: skip
 
 
@@ -371,14 +249,6 @@ def masked_attention(x):
     return jax.nn.softmax(scores) @ x
 
 
-def clipped(x):
-    return jnp.clip(jnp.exp(x), 0, 10)
-
-
-def divided_by_infinity(x):
-    return x / jnp.inf + jnp.max(x, initial=-jnp.inf)
-
-
 def skipped_step(x):
     tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale())
     updates, _ = tx.update(jnp.exp(x), tx.init(x), x)
@@ -394,8 +264,8 @@ BENIGN = [
     (safe_logarithm, jnp.zeros(2)),
     (masked_attention, jnp.ones((4, 4))),
     (jax.grad(lambda x: masked_attention(x).sum()), jnp.ones((4, 4))),
-    (clipped, jnp.array([100.0])),
-    (divided_by_infinity, jnp.ones(2)),
+    (lambda x: jnp.clip(jnp.exp(x), 0, 10), jnp.array([100.0])),
+    (lambda x: x / jnp.inf + jnp.max(x, initial=-jnp.inf), jnp.ones(2)),
     (jax.nn.logsumexp, jnp.full(3, -1e30)),
     (running_maximum, jnp.ones((3, 2))),
     (loop, jnp.float32(0.5)),
@@ -404,7 +274,6 @@ BENIGN = [
     (jnp.exp, jnp.ones((0, 3))),
     (jnp.sin, jnp.array([1j, 2.0])),
     (lambda x: x.astype(jnp.float8_e4m3fn), jnp.ones(2)),
-    (lambda x: (), jnp.ones(2)),
     (lambda x: (3.0, "text", x), 2.0),
 ]
 
@@ -492,15 +361,6 @@ def test_in_float64():
     assert found.operands[0].largest == 710.0
 
 
-def test_what_is_no_array_reaches_the_function_as_it_is():
-    def function(x, power, name, activation, table):
-        assert (power, name) == (3, "sum") and table.dtype.kind == "U"
-        return getattr(jnp, name)(activation(x) ** power)
-
-    static = (3, "sum", jnp.exp, np.array(["a"]))
-    assert find_nonfinite(function)(jnp.array([30.0]), *static).operation == "integer_pow"
-
-
 def test_a_jitted_step_with_donated_and_static_arguments():
     step = jax.jit(lambda x, n: jnp.exp(x * n), donate_argnums=0, static_argnums=1)
     x = jnp.ones(3)
@@ -519,49 +379,31 @@ def test_what_autocast_recomputes_is_inside_nothing_and_the_users_remat_is():
 
 
 def test_callbacks_are_called_and_not_again_for_the_search():
-    seen = []
-
-    def function(x, mask):
-        jax.debug.callback(lambda y: seen.append(float(y.max())), x)
-        x = jax.pure_callback(lambda y: y + 1, jax.ShapeDtypeStruct((2,), jnp.float32), x)
-        return jnp.exp(x + mask)
-
-    found = find_nonfinite(function)(jnp.full(2, 100.0), jnp.array([0, -jnp.inf]))
-    jax.effects_barrier()
-    assert found.operation == "exp"
-    assert seen == [100.0]
-
-
-def test_a_loop_whose_culprit_was_found_inside_is_not_run_again():
-    runs = []
+    seen, runs = [], []
 
     def count():
         runs.append(1)
         return np.float32(1.0)
 
     def function(x, mask):
+        jax.debug.callback(lambda y: seen.append(float(y.max())), x)
         number = jax.ShapeDtypeStruct((), jnp.float32)
         body = lambda x, _: (jax.pure_callback(count, number) * jnp.exp(x + mask), None)
         return lax.scan(body, x, None, length=1)[0]
 
     found = find_nonfinite(function)(jnp.full(2, 100.0), jnp.array([0, -jnp.inf]))
+    jax.effects_barrier()
     assert found.operation == "exp"
+    assert seen == [100.0]
     assert len(runs) == 3  # the loop, its turn, and the operation by itself
 
 
-def test_nothing_is_added_to_the_function_and_it_is_traced_once():
+def test_a_function_is_traced_once_and_only_when_it_is_asked_about():
     calls = []
-
-    def function(x):
-        calls.append(x)
-        return jnp.exp(x)
-
-    before = str(jax.make_jaxpr(function)(1.0))
-    find = find_nonfinite(function)
-    assert len(calls) == 1  # ours above: asking costs something, not being ready to ask
+    find = find_nonfinite(lambda x: (calls.append(x), jnp.exp(x))[1])
+    assert not calls
     find(jnp.float32(1.0))
-    assert len(calls) == 2
-    assert str(jax.make_jaxpr(lambda x: jnp.exp(x))(1.0)) == before
+    assert len(calls) == 1
 
 
 def test_the_cure_under_autocast_cures():
@@ -572,6 +414,7 @@ def test_the_cure_under_autocast_cures():
     find = lambda **options: find_nonfinite(jmp.autocast(network, "mixed_float16", **options))
     found = find()(300 * ONES)
     cure = found.cure
+    assert (found.operation, found.module) == ("dot_general", "head/ij,jk->ik")
     assert 'full=["dot_general"] in autocast' in cure and '[("head*", "float32")]' in cure
     first, *rest = str(found).partition("  cure    ")[2].splitlines()
     assert " ".join([first, *(line.removeprefix(" " * 10) for line in rest)]) == cure and rest
@@ -622,28 +465,16 @@ def test_tracers_hold_no_numbers():
         jax.jit(find_nonfinite(jnp.exp))(jnp.ones(2))
 
 
-def test_an_error_of_the_function_is_the_users():
-    with pytest.raises(ZeroDivisionError):
-        find_nonfinite(lambda x: 1 / 0)(jnp.ones(2))
-
-
 def test_printed_in_a_few_lines():
     text = str(find_nonfinite(scanned)(PROBABLE))
-    line = next(i for i, line in enumerate(LINES, 1) if "return carry + 1, jnp.exp" in line)
-    assert text.splitlines()[:4] == [
-        "exp makes an infinity in float16",
-        f"  where   tests/diagnostics/test_find_nonfinite.py:{line}, module cell",
-        "  inside  scan, iteration 7",
-        "  read    float16[], magnitudes 12",
-    ]
+    assert text.startswith("exp makes an infinity in float16\n  where   tests/diagnostics/test_fi")
+    assert ", module cell\n  inside  scan, iteration 7\n  read    float16[], magnitudes" in text
     assert all(len(line) <= 100 for line in text.splitlines())
     text = str(find_nonfinite(jax.grad(trap))(jnp.array([1.0, 0.0])))
     assert text.startswith("div makes a NaN in float32, in the backward pass")
     assert text.count("  read    float32[2], magnitudes 1, zeros: 1") == 1  # not twice the same
     text = str(find_nonfinite(lambda x: x)(jnp.array([jnp.nan, 0.0])))
-    assert text.startswith(
-        "argument args[0] holds a NaN\n  read    float32[2], zeros: 1, infinite or NaN: 1"
-    )
+    assert "argument args[0] holds a NaN\n  read    float32[2], zeros: 1, infinite or NaN" in text
 
 
 def test_a_module_that_is_computed_again_is_named_once():
@@ -688,10 +519,6 @@ def in_a_scan(x):
     return lax.scan(lambda carry, row: (carry + divided_away(row), row), jnp.zeros_like(x), x[None])
 
 
-def in_a_remat(x):
-    return jax.checkpoint(divided_away)(x)
-
-
 @pytest.mark.parametrize(
     ("fun", "end"),
     [
@@ -699,7 +526,6 @@ def in_a_remat(x):
         (jax.jit(divided_away), "div"),
         (not_chosen, "select_n"),
         (in_a_scan, "div"),
-        (in_a_remat, "div"),
         (lambda x: jnp.minimum(jnp.square(x), 1), "min"),
     ],
 )

@@ -1,21 +1,17 @@
 """What the memory report counts, and that it is what the compiled program hands on."""
 
-import json
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax._src import stages
 
 import jmp
 from jmp import transforms
 from jmp.diagnostics import compare_memory, memory_report
-from jmp.diagnostics._base import size
 from tests.commands import in_full
 
 F16 = "mixed_float16"
@@ -70,7 +66,7 @@ def with_custom_vjp(w, x):
 
 def with_aux(w, x):
     y = jnp.tanh(x @ w)
-    return y.sum(), {"mean": y.mean(0), "name": "not an array"}
+    return y.sum(), {"mean": y.mean(0)}
 
 
 def dropout(w, x, key):
@@ -94,32 +90,6 @@ def with_constants(w, x):
 CONSTANT = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
-class CNN(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Conv(4, (3, 3))(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
-        return nn.Dense(3)(x.mean((1, 2)))
-
-
-def linen_cnn():
-    images = jnp.ones((2, 8, 8, 3))
-    variables = jax.jit(CNN().init)(jax.random.key(0), images)
-
-    def loss(params, images):
-        given = {"params": params, "batch_stats": variables["batch_stats"]}
-        logits, changed = CNN().apply(given, images, mutable=["batch_stats"])
-        return jnp.mean(logits**2), changed
-
-    return loss, (variables["params"], images), True
-
-
-def nnx_mlp():
-    first, second = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
-    graphdef, params = nnx.split(nnx.Sequential(first, nnx.relu, second))
-    return lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x) ** 2), (params, X), False
-
-
 PROGRAMS = {
     "mlp": (mlp, (MLP, X), False),
     "scan": (scanned, (W, X), False),
@@ -130,8 +100,7 @@ PROGRAMS = {
     "integers": (integers, (W, X, jnp.array([1, 2])), False),
     "empty": (empty, (W, X), False),
     "constants": (with_constants, (W, X), False),
-    "linen CNN with BatchNorm": linen_cnn(),
-    "nnx": nnx_mlp(),
+    "something beside the loss": (with_aux, (W, X), True),
 }
 
 
@@ -168,27 +137,14 @@ def test_residuals_are_the_bytes_that_the_compiled_linearisation_puts_out(name, 
     assert sum(row.bytes for row in found.residuals) == expected
 
 
-def test_residuals_in_bfloat16_and_in_float64():
-    found = report(scanned, W, X, policy="mixed_bfloat16")
-    expected = compiled_bytes(jmp.autocast(scanned, "mixed_bfloat16"), (W, X), False)
-    assert sum(found.residual_bytes.values()) == expected
+def test_residuals_in_float64():
+    args = np.ones((8, 8)), np.ones((4, 8))
     with jax.enable_x64(True):
-        args = np.ones((8, 8)), np.ones((4, 8))
         found = report(scanned, *args)
         assert sum(found.residual_bytes.values()) == compiled_bytes(scanned, args, False)
         assert found.parameter_bytes == {"float64": 512}
         assert found.residual_bytes.keys() == {"float64"}
     assert report(scanned, *args).parameter_bytes == {"float32": 256}  # as JAX takes them
-
-
-def test_arguments_that_are_no_arrays_reach_the_function():
-    def loss(params, x, name, activation, nothing):
-        assert (name, nothing) == ("tanh", None)
-        return activation(x @ params["w"]).sum()
-
-    found = report(loss, {"w": W, "name": None}, X, "tanh", jnp.tanh, None)
-    plain = lambda w, x: jnp.tanh(x @ w).sum()
-    assert sum(found.residual_bytes.values()) == compiled_bytes(plain, (W, X), False)
 
 
 # Where residuals come from.
@@ -210,22 +166,6 @@ def test_rows_name_module_line_and_operation():
     assert any(place.endswith(line(mlp, 4)) for place in by_module)
 
 
-def test_what_a_loop_keeps_is_followed_into_its_body():
-    def loss(w, x):
-        def body(h, _):
-            with jax.named_scope("cell"):
-                return jnp.exp(h @ w), None
-
-        return jax.lax.scan(body, x, None, length=5)[0].sum()
-
-    rows = {row.operation: row for row in report(loss, W, X).residuals}
-    # The hidden state that enters a turn is the result of the one before.
-    assert rows.keys() == {"exp"}
-    assert rows["exp"].shape == (5, 4, 8)
-    assert rows["exp"].module == "cell"
-    assert rows["exp"].source.endswith(line(loss, 3))
-
-
 def test_carries_that_change_places_are_followed():
     def loss(w, x):
         def body(carry, _):
@@ -240,7 +180,7 @@ def test_carries_that_change_places_are_followed():
     assert not any(row.of_parameters for row in found.residuals)
 
 
-def test_what_stands_in_jit_remat_branches_and_custom_rules_is_followed():
+def test_what_stands_in_loops_jit_remat_branches_and_custom_rules_is_followed():
     def inner(x):
         with jax.named_scope("inner"):
             return jnp.sin(x)
@@ -248,21 +188,20 @@ def test_what_stands_in_jit_remat_branches_and_custom_rules_is_followed():
     def loss(w, x):
         saved = jax.checkpoint_policies.everything_saveable
         y = jax.checkpoint(inner, policy=saved)(jax.jit(inner)(x @ w))
-        return jax.lax.cond(x.sum() > 0, inner, jnp.negative, y).sum()
+        y = jax.lax.cond(x.sum() > 0, inner, jnp.negative, y)
+        return jax.lax.scan(lambda h, _: (inner(h @ w), None), y, None, length=5)[0].sum()
 
     found = [row for row in report(loss, W, X).residuals if row.operation == "cos"]
-    assert sum(row.times for row in found) == 3
+    assert sorted((row.shape, row.times) for row in found) == [((4, 8), 3), ((5, 4, 8), 1)]
     assert all(row.module == "inner" and row.source.endswith(line(inner, 2)) for row in found)
     (row,) = (row for row in report(with_custom_vjp, W, X).residuals if row.operation == "cos")
     assert row.source.endswith(line(with_custom_vjp, -5))
 
 
-def test_options_of_autocast_hold_and_need_a_policy():
+def test_options_of_autocast_hold():
     half = report(mlp, MLP, X, policy=F16).activation_bytes
     wide = report(mlp, MLP, X, policy=F16, rules=[("layer", "float32")]).activation_bytes
     assert wide["float32"] > half["float32"] and half["float16"] > wide.get("float16", 0)
-    with pytest.raises(TypeError, match="got 'rules' without a policy"):
-        memory_report(mlp, rules=[("layer", "float32")])
 
 
 def test_half_copies_of_parameters_are_no_activations():
@@ -306,9 +245,7 @@ def test_frozen_weights_have_a_row_of_their_own_and_their_copies_are_no_activati
     assert small.copy_bytes["float16"] == large.copy_bytes["float16"] >= copies
     assert large.parts["activations"] == 2 * small.parts["activations"] > 0
     assert small.total_bytes == sum(small.parts.values())
-    lines = compare_memory({"lora": small, "trained": report(mlp, MLP, X)}).splitlines()
-    (line,) = (line for line in lines if "frozen parameters" in line)
-    assert size(3 * 64 * 64 * 2) in line
+    assert re.search("frozen parameters +24.6 kB", compare_memory({"lora": small}))
     assert "frozen" not in str(report(mlp, MLP, X))
     # Not named, they are data: their copies look like activations.
     unnamed = counted(32)
@@ -316,17 +253,9 @@ def test_frozen_weights_have_a_row_of_their_own_and_their_copies_are_no_activati
     assert unnamed.parts["activations"] >= small.parts["activations"] + copies
 
 
-@pytest.mark.parametrize(
-    ("frozen", "words"),
-    [
-        (3, "frozen=3; expected numbers of its 2 args"),
-        (0, "frozen=0; expected arguments that are not among argnums"),
-        ((1, -2), "a trained one is not frozen"),
-    ],
-)
-def test_frozen_arguments_that_are_not_there_or_trained_are_refused(frozen, words):
-    with pytest.raises(ValueError, match=words):
-        report(mlp, MLP, X, frozen=frozen)
+def test_frozen_arguments_that_are_trained_are_refused():
+    with pytest.raises(ValueError, match="a trained one is not frozen"):
+        report(mlp, MLP, X, frozen=(1, -2))
 
 
 # State.
@@ -354,59 +283,12 @@ def test_the_optimizers_state_and_its_masters():
     assert 0 < scaled["float32"] - 12 * found.parameters < 100  # the scale
 
 
-def test_the_rules_of_thumb_hold_where_all_that_is_kept_has_one_dtype():
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return x.sum(dtype=jnp.float32)
-
-    params = [jnp.ones((8, 8))] * 3
-    found = report(loss, params, X, optimizer=optax.adam(1e-3))
-    literals = sum(row.bytes for row in found.residuals if row.operation == "literal")
-    assert literals == 0
-    count = 4  # Adam counts its steps
-    assert found.parameters == 192
-    assert found.total_bytes == 16 * found.parameters + 4 * found.activations + count
-    half = jmp.cast_to_half(params)
-    tx = transforms.with_master_params(optax.adam(1e-3))
-    found = report(loss, half, X.astype(jnp.float16), optimizer=tx)
-    assert found.total_bytes == 16 * found.parameters + 2 * found.activations + count
-
-
 def test_argnums_choose_the_parameters():
-    def loss(x, w, b):
-        return jnp.tanh(x @ w * b[None]).sum()
-
-    b = jnp.ones(8)
-    first = report(lambda w, x, b: loss(x, w, b), W, X, b)
-    assert report(loss, X, W, b, argnums=1).residual_bytes == first.residual_bytes
-    assert report(loss, X, W, b, argnums=-2).parameters == 64
-    both = report(loss, X, W, b, argnums=(1, 2), optimizer=optax.sgd(0.1, momentum=0.9))
-    assert both.parameters == 64 + 8
-    assert both.optimizer_bytes == {"float32": 4 * 72}
-
-
-# Remat.
-
-
-def blocks(checkpoint):
-    def block(h, w):
-        with jax.named_scope("block"):
-            return jax.nn.sigmoid(jnp.tanh(h @ w))
-
-    def loss(w, x):
-        inner = jax.checkpoint(block) if checkpoint else block
-        x = jax.jit(inner)(x, w)
-        return jax.lax.scan(lambda h, _: (inner(h, w), None), x, None, length=4)[0].sum()
-
-    return loss
-
-
-@pytest.mark.parametrize("policy", ["float32", F16])
-def test_what_a_checkpoint_computes_again_is_not_kept(policy):
-    found, plain = (report(blocks(checkpoint), W, X, policy=policy) for checkpoint in (True, False))
-    assert found.activations < plain.activations
-    assert found.total_bytes < plain.total_bytes
+    loss = lambda x, w, b: jnp.tanh(x @ w * b[None]).sum()
+    momentum = optax.sgd(0.1, momentum=0.9)
+    found = report(loss, X, W, jnp.ones(8), argnums=(1, -1), optimizer=momentum)
+    assert found.parameters == 64 + 8
+    assert found.optimizer_bytes == {"float32": 4 * 72}
 
 
 # XLA, shapes, other forms.
@@ -449,35 +331,4 @@ def test_nothing_is_run_and_bytes_are_exact_beyond_any_memory():
     assert "4e+14" not in str(found) and "400 TB" in str(found)
 
 
-def test_shapes_may_stand_for_arrays():
-    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (MLP, X))
-    assert report(mlp, *structs).to_dict() == report(mlp, MLP, X).to_dict()
-    assert memory_report(mlp)(*structs).xla_temp_bytes is not None
-
-
-def test_what_jax_cannot_differentiate_has_jaxs_own_error():
-    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
-        report(lambda w, x: jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h @ w, x), W, X)
-
-
 # How it is shown.
-
-
-def test_printed():
-    text = str(memory_report(blocks(True), optimizer=optax.adam(1e-3))(W, X))
-    assert "XLA: peak of value and gradient" in text
-    assert "test_memory_report.py" in text  # no module there
-    assert "copies of parameters" not in text  # what there is none of is left out
-    reports = {policy: report(mlp, MLP, X, policy=policy) for policy in ("float32", F16)}
-    text = compare_memory(reports)
-    assert "float32" in text and F16 in text
-    totals = (size(found.total_bytes) for found in reports.values())
-    assert re.search(" total +{} +{}".format(*totals), text)
-
-
-def test_the_data_can_be_written_as_json():
-    found = report(blocks(True), W, X)
-    data = json.loads(json.dumps(found.to_dict()))
-    assert data["activations"] == found.activations
-    assert data["residuals"][0].keys() >= {"module", "source", "operation", "dtype", "shape"}
-    assert data["parts"].keys() >= {"parameters", "activations"}

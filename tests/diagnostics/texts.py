@@ -22,8 +22,8 @@ HALF = "mixed_float16"
 
 
 def data(report):
-    """A digest of what a report has as data."""
-    text = without_lines(normal(json.dumps(report.to_dict(), default=str)))
+    """A digest of what a report has as data, which JSON can hold."""
+    text = without_lines(normal(json.dumps(report.to_dict())))
     return f"data: {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -91,14 +91,6 @@ def ranges(rows, dtype):
     return report, data(report), totals, report.best_scale("bfloat16")
 
 
-def of_tree():
-    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 65504.0, 65536.0, 2.0**-24, 2.0**-26, -3.0])
-    dtypes = ("float16", "bfloat16", "float32")
-    tree = {dtype: jnp.asarray(odd, jnp.float32).astype(dtype) for dtype in dtypes}
-    report = diagnostics.range_report({**tree, "complex": odd.astype(np.complex64), "no": [1, "a"]})
-    return report, data(report)
-
-
 def precision(function, *args, **options):
     report = diagnostics.precision_report(function, HALF, **options)(*args)
     return report, data(report)
@@ -110,13 +102,6 @@ def memory(function, *args):
     return *reports.values(), *map(data, reports.values()), diagnostics.compare_memory(reports)
 
 
-def gradients():
-    loss = lambda params, x: network(params, x) * 2.0**8
-    report = diagnostics.gradient_report(loss, HALF)(*values((PARAMS, X)))
-    rows = [(row.role, row.path, row.operation, row.dtype, row.size) for row in report.rows]
-    return rows, report.roles
-
-
 def nonfinite():
     loss = lambda params, x: jnp.sqrt(network(params, x) * 0.0)
     found = diagnostics.find_nonfinite(jax.grad(loss))(*values((PARAMS, X)))
@@ -126,13 +111,10 @@ def nonfinite():
 TEXTS = {
     "ranges": lambda: ranges(unlike_rows(), "float16"),
     "ranges in bfloat16": lambda: ranges(unlike_rows()[:4], "bfloat16"),
-    "ranges without losses": lambda: ranges(unlike_rows()[7:8], "float16"),
-    "ranges of a tree": of_tree,
     "precision": lambda: precision(jax.grad(network), PARAMS, X),
     "hazards": lambda: precision(
         hazards, spec(1024, 512), spec(512, 512), spec(4, 1024, 512), spec(dtype=jnp.int32)),
     "memory": lambda: memory(network, PARAMS, X),
-    "gradients": gradients,
     "nonfinite": nonfinite,
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from benchmarks.wire import FSDP, gpt_shapes
 from testbed.machines.gpus import compile_for_placed
 from testbed.machines.wire import MIB, h200s, wire
 from tests.products import convolved
@@ -148,14 +149,12 @@ def test_no_gathered_weight_is_larger_than_its_shard_of_tensor_parallelism(way):
 
 
 def gpt_step(mesh, gathered):
-    shapes = gpt.shapes(layers=4, width=256, words=2048)
+    shapes = gpt_shapes(layers=4, width=256, vocabulary=2048)
     is_shape = lambda node: isinstance(node, tuple)
-    params = jax.tree.map(
-        lambda shape, spec: at(mesh, shape, spec), shapes, gpt.SPECS, is_leaf=is_shape
-    )
+    params = jax.tree.map(lambda shape, spec: at(mesh, shape, spec), shapes, FSDP, is_leaf=is_shape)
     tokens = at(mesh, (64, 257), P("data"), jnp.int32)
     loss = lambda params, tokens: gpt.loss_of(params, tokens, lambda w: gathered(w, "data"))
-    return loss, (params, tokens), gpt.SPECS
+    return loss, (params, tokens), FSDP
 
 
 def convolutions(mesh, gathered):

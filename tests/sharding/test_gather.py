@@ -1,7 +1,7 @@
 """`jmp.gather_params`: sharded parameters whole, rounded before they move, sums as asked."""
 
 import collections
-import contextlib
+import functools
 import re
 
 import jax
@@ -13,204 +13,301 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from benchmarks.wire import FSDP, gpt_shapes
 from jmp import transforms
+from jmp.sharding import _gather
+from tests.sharding import gpt
 
-ROWS = 16
-WAYS = ["tracked", "untracked", "explicit"]
-
-
-DATA, REPLICAS = {"data": 8}, {"replica": 2, "data": 4}
-BOTH = ("replica", "data")
-ROWS_OF_ALL = P(BOTH)
-FSDP = {"first": P("data"), "bias": P("data"), "second": P(None, "data"), "scale": P()}
-HSDP = jax.tree.map(lambda spec: P(*spec, reduced={"replica"}), FSDP)
+DATA, BOTH, TENSOR = {"data": 8}, {"replica": 2, "data": 4}, {"data": 4, "model": 2}
+NAMES = ("replica", "data")
 
 
-def make_mesh(axes, way="tracked"):
-    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
+def make_mesh(axes, kind=AxisType.Auto):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-def mapped(function, mesh, in_specs, out_specs, way="tracked"):
-    options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": way == "tracked"}
-    return jax.shard_map(function, mesh=mesh, **options)
+def mapped(function, axes, in_specs, out_specs, check_vma=True):
+    options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.shard_map(function, mesh=make_mesh(axes), **options)
 
 
-def parameters():
-    random = np.random.default_rng(0)
-    shapes = {"first": (8, 16), "bias": (16,), "second": (16, 8), "scale": (8,)}
-    return {n: random.normal(0, 0.25, shape).astype(np.float32) for n, shape in shapes.items()}
+def placed(mesh, array, spec):
+    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def rows():
-    return np.random.default_rng(1).normal(size=(ROWS, 8)).astype(np.float32)
+# Sums
 
 
-def loss_of(params, x):
-    """The sum over rows: nothing has to know how many there are elsewhere."""
-    x = x.astype(params["first"].dtype)
-    hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
-    return jnp.sum(((hidden @ params["second"]) * params["scale"][None]).astype(jnp.float32) ** 2)
+IN_FLOAT32, OF_HALF = ("float32", None), ("float16", "float32")  # gathered, added up
+every_dtype = pytest.mark.parametrize("dtypes", [IN_FLOAT32, OF_HALF], ids=["float32", "half"])
 
 
-def gradients_on(mesh, way, specs, rows_spec, gathered_by, dtype="f32", reduce_dtype=None, dp=()):
-    """Returns the gradients that a mesh computes, of parameters that lie as `specs` say.
+def summed(parts, axes, spec, by, check_vma=True, part=None, by_hand=None, **dtypes):
+    """Returns the gradient of a parameter that is gathered, of which each device has its own part.
 
     Args:
-      gathered_by: the second argument of `gather`.
-      dp: mapped axes that an untracked gradient is added up over by hand.
+      parts: an array of the whole parameter for each device, exact in the gathered dtype.
+      axes, spec, by: the mesh, how the parameter lies, and what it is gathered by.
+      part: how the parts lie; by default along all axes.
+      by_hand: an axis that gradients are added up over besides.
     """
+    dtypes = {"dtype": "float16", "reduce_dtype": "float32"} | dtypes
 
-    def gradients(params, x):
-        def loss(params):
-            return loss_of(jmp.gather_params(params, gathered_by, dtype, reduce_dtype), x)
+    def loss(w, part):
+        whole = jmp.gather_params(w, by, **dtypes).astype(jnp.float32)
+        return jnp.sum(whole * part[0].astype(jnp.float32))
 
-        own = jax.grad(loss)(params)
-        return jax.lax.psum(own, dp) if way == "untracked" and dp else own
+    def gradient(w, part):
+        own = jax.grad(loss)(w, part)
+        return jax.lax.psum(own, by_hand) if by_hand else own
 
-    params, x = parameters(), rows()
-    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))
-    if way == "explicit":
-        with jax.set_mesh(mesh):
-            return jax.jit(gradients)(jax.tree.map(place, params, specs), place(x, rows_spec))
-    return jax.jit(mapped(gradients, mesh, (specs, rows_spec), specs, way))(params, x)
-
-
-def assert_gradients_of_one_device(gradients):
-    expected = jax.jit(jax.grad(loss_of))(parameters(), rows())
-    for name, gradient in gradients.items():
-        assert gradient.dtype == np.float32
-        np.testing.assert_allclose(gradient, expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
+    specs = (spec, part or P(tuple(axes)))
+    compiled = jax.jit(mapped(gradient, axes, specs, spec, check_vma))
+    return compiled(jnp.zeros(parts.shape[1:], jnp.float32), parts)
 
 
-NAMED = {"first": P("data"), "bias": P(), "second": P("data"), "scale": P("data")}
-TWO = {"first": P(BOTH), "bias": P(BOTH), "second": P("data", "replica"), "scale": P()}
-LAYOUTS = {  # how axes are mapped, the mesh, the parameters, by what they are gathered
-    "FSDP": ("tracked", DATA, FSDP, FSDP),
-    "FSDP, untracked": ("untracked", DATA, FSDP, FSDP),
-    "FSDP, explicit": ("explicit", DATA, FSDP, P()),
-    "replicas of shards": ("tracked", REPLICAS, FSDP, HSDP),
-    "replicas of shards, untracked": ("untracked", REPLICAS, FSDP, HSDP),
-    "replicas that are not named": ("tracked", REPLICAS, FSDP, FSDP),
-    "replicas that are added up by hand": ("untracked", REPLICAS, FSDP, FSDP),
-    "replicas of shards, explicit": ("explicit", REPLICAS, FSDP, P()),
-    "an axis along which nothing differs": ("tracked", {"idle": 2, "data": 4}, FSDP, FSDP),
-    "a name": ("tracked", DATA, NAMED, "data"),  # adds up what is not sharded along it
-    "a name, explicit": ("explicit", DATA, NAMED, "data"),
-    "a dimension along two axes": ("tracked", REPLICAS, TWO, TWO),
-    "a dimension along two axes, untracked": ("untracked", REPLICAS, TWO, TWO),
+def assert_sum_of(parts, found):
+    """Compares with a sum in float64, to the last digits of float32."""
+    exact = np.asarray(parts, np.float64)
+    allowed = 8 * 2.0**-24 * np.abs(exact).sum(0) + 1e-45
+    assert found.dtype == np.float32
+    assert (np.abs(np.asarray(found, np.float64) - exact.sum(0)) <= allowed).all()
+
+
+def draw(kind, shape, dtype=np.float16):
+    random = np.random.default_rng(3)
+    parts = random.normal(size=(8, *shape))
+    if kind == "one large":  # in half each of the others would vanish beside it
+        parts[5] *= 3e4
+        parts[5] = np.clip(parts[5], -6e4, 6e4)
+    elif kind == "cancel":
+        parts[4:] = -parts[:4] * (1 + 2.0**-8)
+        parts *= 1e4
+    elif kind == "subnormal":
+        parts *= 2.0**-22
+    return np.asarray(jnp.asarray(parts, jnp.float32).astype(dtype))
+
+
+LAYOUTS = {  # the shape, the mesh, how it lies, and what it is gathered by
+    "rows": ((16, 5), DATA, P("data"), "data"),
+    "columns": ((3, 16), DATA, P(None, "data"), P(None, "data")),
+    "a kernel": ((3, 3, 2, 8), DATA, P(None, None, None, "data"), P(None, None, None, "data")),
+    "a vector": ((8,), DATA, P("data"), "data"),
+    "two dimensions": ((8, 12), BOTH, P("replica", "data"), P("replica", "data")),
+    "two dimensions, across": ((8, 12), BOTH, P("data", "replica"), P("data", "replica")),
+    "a dimension along two axes": ((16, 3), BOTH, P(NAMES), P(NAMES)),
+    "replicas": ((16, 6), BOTH, P("data"), P("data", reduced={"replica"})),
+    "replicas that divide no dimension": ((4, 3), BOTH, P("data"), P("data", reduced={"replica"})),
+    "everywhere": ((16, 3), DATA, P(), "data"),
+    "everywhere, divided by no dimension": ((3, 5), DATA, P(), "data"),
+    "a scalar": ((), DATA, P(), "data"),
+    "nothing": ((0, 4), DATA, P(), "data"),
+    "one device": ((4, 2), {"data": 1}, P("data"), "data"),
 }
 
 
+@every_dtype
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_one_device(layout):
-    way, axes, specs, by = LAYOUTS[layout]
-    mesh = make_mesh(axes, way)
-    rows_spec = ROWS_OF_ALL if axes == REPLICAS else P("data")
-    by_hand = ("replica",) if "by hand" in layout else ()
-    gradients = gradients_on(mesh, way, specs, rows_spec, by, dp=by_hand)
-    assert_gradients_of_one_device(gradients)
-    for name, spec in specs.items():
-        own = NamedSharding(mesh, spec)
-        assert gradients[name].sharding.is_equivalent_to(own, gradients[name].ndim), name
+def test_a_gradient_is_the_float32_sum_of_the_devices_gradients(layout, check_vma, dtypes):
+    shape, axes, spec, by = LAYOUTS[layout]
+    if not check_vma and spec == P():  # nothing says that it is the same on all devices
+        by = P(reduced={"data"})
+    parts = draw("random", shape)[: np.prod(list(axes.values()))]
+    dtype, reduce_dtype = dtypes
+    found = summed(parts, axes, spec, by, check_vma, dtype=dtype, reduce_dtype=reduce_dtype)
+    assert_sum_of(parts, found)
+    assert found.sharding.is_equivalent_to(NamedSharding(make_mesh(axes), spec), found.ndim)
 
 
-def test_over_an_axis_of_tensor_parallelism_jax_adds_up():
-    mesh = make_mesh({"data": 4, "model": 2})
-    specs = FSDP | {"first": P("data", "model"), "bias": P("model"), "second": P(("model", "data"))}
+BESIDES = {  # the mesh, how the parameter lies; its devices along "data" are 4
+    "JAX adds up": (BOTH, P("data"), {}),
+    "the user adds up": (BOTH, P("data"), {"check_vma": False, "by_hand": "replica"}),
+    "nothing differs": ({"idle": 2, "data": 4}, P("data"), {"part": P("data")}),
+    "columns of its own": (TENSOR, P("data", "model"), {"part": P("data", None, "model")}),
+    "rows of its own": (TENSOR, P(("model", "data")), {"part": P("data", "model")}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_an_axis_that_is_not_named_is_left_to_others(name):
+    axes, spec, options = BESIDES[name]
+    parts = draw("random", (16, 6))[: 4 if "part" in options else 8]
+    dtypes = {"dtype": "float32", "reduce_dtype": None}
+    assert_sum_of(parts, summed(parts, axes, spec, "data", **options, **dtypes))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["one large", "cancel", "subnormal"])
+def test_adversarial_gradients_add_up_as_in_float32_in_any_order(kind, dtype):
+    parts = draw(kind, (16, 32), dtype)
+    for order in (range(8), [5, 0, 7, 2, 1, 6, 3, 4]):
+        found = summed(parts[list(order)], DATA, P("data"), "data", dtype=dtype)
+        assert_sum_of(parts, found)
+    in_half = summed(parts, DATA, P("data"), "data", dtype=dtype, reduce_dtype=dtype)
+    if dtype == "float16" and kind != "subnormal":  # a CPU adds up bfloat16 in float32
+        exact = np.asarray(parts, np.float64).sum(0)
+        assert np.abs(in_half - exact).max() > 100 * np.abs(np.asarray(found) - exact).max()
+
+
+def test_a_sum_returns_to_replicas_in_the_dtype_asked():
+    parts = draw("random", (16, 3))
+    found = summed(parts, DATA, P(), "data", return_dtype="float16")
+    exact = np.asarray(parts, np.float64).sum(0)
+    np.testing.assert_array_equal(found, np.float32(exact.astype(np.float16)))
+
+
+def test_float32_gradients_are_rounded_once_if_half_is_sent():
+    parts = np.random.default_rng(0).normal(size=(8, 16, 3)).astype(np.float32)
+    options = {"dtype": "float32", "send_dtype": "float16"}
+    assert_sum_of(parts.astype(np.float16), summed(parts, DATA, P("data"), "data", **options))
+
+
+def test_half_parameters_get_half_gradients():
+    loss = lambda w: jmp.gather_params(w, "data", "f16", "f32").astype(jnp.float32).sum()
+    gradient = mapped(jax.grad(loss), DATA, P("data"), P("data"))
+    assert jax.eval_shape(gradient, jnp.ones((8, 2), jnp.float16)).dtype == np.float16
+
+
+EXPLICIT = {  # the mesh, how the weight lies, what it is gathered by, whether parts are exchanged
+    "rows": (TENSOR, P("data"), P(reduced={"data"}), True),
+    "columns": (TENSOR, P(None, "data"), P(reduced={"data"}), True),
+    "a name": (TENSOR, P("data"), "data", True),
+    "replicas": (BOTH, P("data"), P(), True),
+    # Its shards are such as no device has together.
+    "across": (TENSOR, P(("data", "model")), P("model"), False),
+    "tensor parallel": (TENSOR, P("data", "model"), P(None, "model"), True),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", EXPLICIT)
+def test_along_explicit_axes_sums_are_as_in_shard_map(layout, dtypes):
+    axes, own, by, exchanges = EXPLICIT[layout]
+    rows = P(NAMES) if axes == BOTH else P("data")
+    columns = "model" if layout == "tensor parallel" else None
+    random = np.random.default_rng(1)
+    x = np.float16(random.integers(0, 2, size=(8, 16)))  # the products are exact
+    factor = np.float16(random.normal(size=(8, 8)))
+    exact = np.einsum("ri,ro->rio", np.float64(x), np.float64(factor))
+
+    def loss(w, x, factor):
+        w = jmp.gather_params(w, by, *dtypes)
+        product = jnp.einsum("bi,io->bo", x, w, out_sharding=P(*rows, columns))
+        return jnp.sum(product.astype(jnp.float32) * factor)
+
+    mesh = make_mesh(axes, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        w = placed(mesh, jnp.zeros((16, 8)), own)
+        arguments = w, placed(mesh, x, rows), placed(mesh, factor, P(*rows, columns))
+        gradient = jax.jit(jax.grad(loss))(*arguments)
+        text = str(jax.make_jaxpr(jax.grad(loss))(*arguments))
+    assert gradient.sharding.is_equivalent_to(w.sharding, 2)
+    assert ("all_to_all" in text) == (exchanges and dtypes == OF_HALF)
+    # One or two rows a device, whose gradient is a half number.
+    np.testing.assert_allclose(gradient, exact.sum(0), rtol=2e-3, atol=2e-3)
+
+
+def test_along_explicit_axes_the_arrays_may_say_which_mesh_it_is():
+    mesh = make_mesh(DATA, AxisType.Explicit)
+    w = placed(mesh, jnp.ones((16, 8)), P("data"))
+    x = placed(mesh, jnp.ones((8, 16), jnp.float16), P("data"))
+    loss = lambda w, x: jnp.sum((x @ jmp.gather_params(w, P(), "float16", "float32")).astype("f4"))
+    assert (jax.jit(jax.grad(loss))(w, x) == 8).all()  # not under jax.set_mesh
+
+
+def test_a_gpt_has_the_sums_of_the_half_gradients_of_its_devices():
+    random = np.random.default_rng(0)
+    weight = lambda shape: random.normal(0, 0.3, shape).astype(np.float32)
+    shapes = gpt_shapes(layers=2, width=32, vocabulary=64)
+    params = jax.tree.map(weight, shapes, is_leaf=lambda node: isinstance(node, tuple))
+    tokens = random.integers(0, 64, (16, 33)).astype(np.int32)
+
+    def gradient(params, tokens):
+        gather = lambda tree: jmp.gather_params(tree, "data", "float16", "float32")
+        return jax.grad(gpt.loss_of)(params, tokens, gather)
+
+    def own_gradient(params, tokens):
+        half = jmp.cast_floating(jax.lax.pcast(params, "data", to="varying"), jnp.float16)
+        return jax.tree.map(lambda g: g[None], jax.grad(gpt.loss_of)(half, tokens, lambda w: w))
+
+    found = jax.jit(mapped(gradient, DATA, (FSDP, P("data")), FSDP))(params, tokens)
+    # For eight devices too: XLA's CPU compiler leaves out other roundings in a program for one.
+    parts = jax.jit(mapped(own_gradient, DATA, (P(), P("data")), P("data")))(params, tokens)
+    jax.tree.map(assert_sum_of, parts, found)
+
+
+# What is sent
+
+COLLECTIVE = re.compile(r":(\w+)\[[\d,]*\]\S* = (all_to_all|all_gather|reduce_scatter|psum)\w*\[")
+REPLICAS = {"axes": BOTH, "by": P("data", reduced={"replica"})}
+
+
+def collectives(function, *arguments):
+    """Returns how often each kind of collective sends each dtype, in the program as traced."""
+    found = COLLECTIVE.findall(str(jax.make_jaxpr(function)(*arguments)))
+    return dict(collections.Counter((kind, dtype) for dtype, kind in found))
+
+
+def gradients_of(shapes, spec, by="data", axes=DATA, wrap=lambda loss: loss, **dtypes):
+    """Returns the gradients of a loss of gathered parameters, and its arguments."""
+    dtypes = {"dtype": "bfloat16", "reduce_dtype": "float32"} | dtypes
 
     def loss(params, x):
-        params = jmp.gather_params(params, "data", "f32")
-        assert params["first"].shape == (8, 8) and params["second"].shape == (8, 8)
-        hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
-        out = jax.lax.psum(hidden @ params["second"], "model") * params["scale"][None]
-        return jnp.sum(out**2)
+        return sum(jnp.sum(w) * x[0] for w in jmp.gather_params(params, by, **dtypes))
 
-    gradients = mapped(jax.grad(loss), mesh, (specs, P("data")), specs)
-    assert_gradients_of_one_device(jax.jit(gradients)(parameters(), rows()))
+    specs = [spec] * len(shapes)
+    gradients = mapped(jax.grad(wrap(loss)), axes, (specs, P(tuple(axes))), specs)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return gradients, params, jax.ShapeDtypeStruct((8,), jnp.float32)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_float32_sums_of_half_gradients_have_the_error_of_one_device(way):
-    mesh = make_mesh(REPLICAS, way)
-    by = P() if way == "explicit" else HSDP
-    warns = pytest.warns(UserWarning) if way == "explicit" else contextlib.nullcontext()
-    with warns:
-        gradients = gradients_on(mesh, way, FSDP, ROWS_OF_ALL, by, "f16", "f32")
-    half = jax.jit(jax.grad(lambda p, x: loss_of(jmp.cast_floating(p, "f16"), x)))
-    expected = jax.jit(jax.grad(loss_of))(parameters(), rows())
-    on_one = half(parameters(), rows())
-    for name in ("first", "second"):
-        error, allowed = (jnp.linalg.norm(g[name] - expected[name]) for g in (gradients, on_one))
-        assert error < 1.3 * allowed, name  # about 1e-3 of the norm
-
-
-def partials_on(way, partials, reduce_dtype):
-    """Returns the gradient of a row of parameters, of which each device's part is given."""
-    mesh = make_mesh(DATA, way)
-    w = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P("data")))
-    x = jnp.tile(jnp.array(partials, jnp.float16)[:, None], (1, 8))
-    x = jax.device_put(x, NamedSharding(mesh, P("data")))
-
-    def loss(w, x):
-        by = P() if way == "explicit" else "data"
-        product = x @ jmp.gather_params(w, by, "f16", reduce_dtype)
-        return jnp.sum(product.astype(jnp.float32))
-
-    if way == "explicit":
-        with jax.set_mesh(mesh):
-            return jax.jit(jax.grad(loss))(w, x)
-    return jax.jit(mapped(jax.grad(loss), mesh, P("data"), P("data"), way))(w, x)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_partial_sums_that_cancel_are_finite_only_in_float32(way):
-    partials = [5e4] * 4 + [-5e4] * 4
-    assert jnp.all(partials_on(way, partials, "f32") == 0)
-    assert not jnp.isfinite(partials_on(way, partials, None)).any()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_half_sum_that_overflows_is_skipped_and_halves_the_scale(way):
-    tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0**4))
-    w = jnp.ones((8, 4))
-    gradient = partials_on(way, [6e4] * 8, "f16")
-    updates, state = jax.jit(tx.update)(gradient, tx.init(w), w)
-    assert not state.grads_finite and state.skipped_steps == 1
-    assert state.loss_scale.loss_scale == 8.0 and jnp.all(updates == 0)
-
-
-COLLECTIVE = re.compile(r":(\w+)\[[^\]]*\]\S* = (all_gather|all_to_all|reduce_scatter|psum)\w*\[")
-EXCHANGED = {("all_to_all", "bf16"): 2, ("all_gather", "f32"): 4}  # shards, and what has none
+def test_small_arrays_share_one_exchange():
+    small = [(8, 3), (16,), (8, 2, 2)]
+    found = collectives(*gradients_of([*small, (512, 256)], P("data")))
+    assert found == {("all_gather", "bf16"): 4, ("all_to_all", "bf16"): 2}
+    found = collectives(*gradients_of([*small, ()], P()))
+    assert found == {("all_to_all", "bf16"): 1, ("all_gather", "f32"): 4}
+    # 2**18 elements of them together: they are kept until the last is computed.
+    found = collectives(*gradients_of([(255, 256)] * 9, P()))
+    assert found == {("all_to_all", "bf16"): 3, ("all_gather", "f32"): 9}
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize(
-    ("reduce_dtype", "sums"),
+    ("options", "sent"),
     [
-        (None, {("reduce_scatter", "bf16"): 3, ("psum", "bf16"): 4}),
-        (jnp.float16, {("reduce_scatter", "f16"): 3, ("psum", "f16"): 4}),
-        ("float32", EXCHANGED),
+        ({"reduce_dtype": None}, {("reduce_scatter", "bf16")}),
+        ({"reduce_dtype": "float16"}, {("reduce_scatter", "f16")}),
+        ({"send_dtype": "float32"}, {("reduce_scatter", "f32")}),
+        ({"dtype": "float32"}, {("reduce_scatter", "f32")}),
+        ({"dtype": "float32", "send_dtype": "bfloat16"}, {("all_to_all", "bf16")}),
+        ({}, {("all_to_all", "bf16")}),
+        (REPLICAS | {"reduce_dtype": None}, {("reduce_scatter", "bf16"), ("psum", "bf16")}),
+        (REPLICAS | {"reduce_dtype": "float16"}, {("reduce_scatter", "f16"), ("psum", "f16")}),
+        (REPLICAS, {("all_to_all", "bf16"), ("all_gather", "f32")}),
     ],
 )
-def test_each_collective_has_the_dtype_asked(reduce_dtype, sums, wrapped):
+def test_each_collective_has_the_dtype_asked(options, sent, wrapped):
     """In the program as traced: a CPU adds up bfloat16 in float32."""
-    mesh = make_mesh(REPLICAS)
-
-    def loss(params, x):
-        return loss_of(jmp.gather_params(params, HSDP, "bf16", reduce_dtype), x)
-
-    if wrapped:
-        loss = jmp.autocast(loss, "mixed_bfloat16")
-    gradients = mapped(jax.grad(loss), mesh, (FSDP, ROWS_OF_ALL), FSDP)
-    found = COLLECTIVE.findall(str(jax.make_jaxpr(gradients)(parameters(), rows())))
-    by_kind = collections.Counter((kind, dtype) for dtype, kind in found)
-    assert by_kind == {("all_gather", "bf16"): 3} | sums
+    wrap = (
+        functools.partial(jmp.autocast, policy="mixed_bfloat16") if wrapped else lambda loss: loss
+    )
+    found = collectives(*gradients_of([(512, 256)], P("data"), wrap=wrap, **options))
+    gathered = {"bfloat16": "bf16", "float32": "f32"}[options.get("dtype", "bfloat16")]
+    assert found == dict.fromkeys({("all_gather", gathered), *sent}, 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_no_floating_array_comes_back_as_it_is(way):
-    mesh = make_mesh(DATA, way)
+def test_a_tpu_adds_up_while_it_sends(monkeypatch):
+    monkeypatch.setattr(_gather, "platform_of", lambda mesh: "tpu")
+    found = collectives(*gradients_of([(512, 256)], P("data")))
+    assert found == {("all_gather", "bf16"): 1, ("reduce_scatter", "f32"): 1}
+    found = collectives(*gradients_of([(512, 256)], P("data"), send_dtype="bfloat16"))
+    assert found == {("all_gather", "bf16"): 1, ("all_to_all", "bf16"): 1}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_is_no_floating_array_comes_back_as_it_is(kind):
     others = {"step": jnp.int32(3), "none": None, "name": "w", "ids": np.arange(8)}
     others["float0"] = np.zeros(2, jax.dtypes.float0)
     found = {}
@@ -219,46 +316,64 @@ def test_what_is_no_floating_array_comes_back_as_it_is(way):
         found.update(jmp.gather_params({"w": w, **others}, "data", "f16"))
         return found["w"]
 
-    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
-    if way == "explicit":
-        shape = jax.eval_shape(gathered, w)
-    else:
-        shape = jax.eval_shape(mapped(gathered, mesh, P("data"), P("data"), way), w)
-    assert shape.dtype == np.float16 and found["w"].shape == (8, 2)
+    w = placed(make_mesh(DATA, kind), jnp.ones((8, 2)), P("data"))
+    call = gathered if kind == AxisType.Explicit else mapped(gathered, DATA, P("data"), P("data"))
+    assert jax.eval_shape(call, w).dtype == np.float16 and found["w"].shape == (8, 2)
     assert all(found[name] is others[name] for name in others)
 
 
-def test_half_parameters_get_half_gradients():
-    loss = lambda w: jmp.gather_params(w, "data", "f16", "f32").astype(jnp.float32).sum()
-    gradient = mapped(jax.grad(loss), make_mesh(DATA), P("data"), P("data"))
-    assert jax.eval_shape(gradient, jnp.ones((8, 2), jnp.float16)).dtype == np.float16
+# Loss scaling
 
 
-def test_a_layer_may_be_gathered_inside_a_scan_and_again_in_its_backward_pass():
-    layers = np.stack([parameters()["first"][:, :8]] * 3)
+@pytest.mark.parametrize(
+    ("part", "of", "reduce_dtype"),
+    [
+        (np.inf, (3, 9, 1), "float32"),  # of one device, in the shard of another
+        (np.nan, (3, 9, 1), "float32"),
+        (6e4, ..., "float16"),  # finite parts, whose half sum is not
+    ],
+    ids=["infinity", "NaN", "sum"],
+)
+def test_an_overflow_skips_the_step_on_all_devices(part, of, reduce_dtype):
+    tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(16.0))
+    parts = np.zeros((8, 16, 4), np.float16)
+    parts[of] = part
 
-    def loss(layers, x, gathered=lambda w: w):
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ gathered(w)), None))
-        return jnp.sum(jax.lax.scan(layer, x, layers)[0] ** 2)
+    def step(w, state, part):
+        def loss(w):
+            whole = jmp.gather_params(w, "data", "float16", reduce_dtype)
+            return jnp.sum(whole.astype(jnp.float32) * part[0].astype(jnp.float32))
 
-    gathered = lambda layers, x: loss(layers, x, lambda w: jmp.gather_params(w, "data", "f32"))
-    specs = P(None, "data"), P("data")
-    gradient = mapped(jax.grad(gathered), make_mesh(DATA), specs, specs[0])
-    expected = jax.jit(jax.grad(loss))(layers, rows())
-    np.testing.assert_allclose(jax.jit(gradient)(layers, rows()), expected, rtol=2e-5, atol=2e-5)
+        updates, state = tx.update(jax.grad(loss)(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.ones((16, 4))
+    places = (P("data"), P(), P("data")), (P("data"), P())
+    after, state = mapped(step, DATA, *places)(w, tx.init(w), parts)
+    assert (after == w).all() and state.loss_scale.loss_scale == 8.0
+    assert state.skipped_steps == 1
 
 
 # Mistakes
 
 
-def test_vectors_add_up_in_the_gathered_dtype_along_explicit_axes_and_a_warning_says_so():
-    mesh = make_mesh(DATA, "explicit")
-    place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P()))
-    params = jax.tree.map(place, parameters())
-    with pytest.warns(UserWarning, match="'bias', 'scale' are added up in float16 as they are"):
-        jax.eval_shape(lambda p: jmp.gather_params(p, P(), "f16", "f32"), params)
+@pytest.mark.parametrize(("sent", "added"), [("float16", "bfloat16"), ("float64", "float32")])
+def test_a_sum_that_does_not_hold_what_is_sent_is_refused(sent, added):
+    gradients, *arguments = gradients_of([(8, 2)], P("data"), reduce_dtype=added, send_dtype=sent)
+    with pytest.raises(ValueError, match=f"send_dtype='{sent}'; .* reduce_dtype={added} holds"):
+        jax.eval_shape(gradients, *arguments)
+
+
+def test_vectors_along_explicit_axes_are_added_up_as_they_are_and_a_warning_says_so():
+    mesh = make_mesh(DATA, AxisType.Explicit)
+    params = {name: placed(mesh, jnp.ones(8), P()) for name in ("bias", "scale")}
+    words = "'bias', 'scale' are added up in float32 as they are, not sent in float16"
+    with pytest.warns(jmp.PrecisionWarning, match=words):
+        jmp.gather_params(params, P(), "float32", "float32", send_dtype="float16")
+    with pytest.warns(jmp.PrecisionWarning, match="in float16 as they are.*added up in float32"):
+        jmp.gather_params(params, P(), "float16", "float32")
     # Without a dtype of sums there is no warning, which would be an error in tests.
-    jax.eval_shape(lambda p: jmp.gather_params(p, P(), "f16"), params)
+    jmp.gather_params(params, P(), "float16")
 
 
 @pytest.mark.parametrize(
@@ -277,20 +392,19 @@ def test_specs_that_do_not_fit_are_refused_in_shard_map(specs_or_axis, words):
     def gathered(w):
         return jmp.gather_params({"w": w, "z": jnp.ones(2)}, specs_or_axis, "f16")["w"]
 
-    on_devices = mapped(gathered, make_mesh(DATA), P("data"), P("data"))
+    on_devices = mapped(gathered, DATA, P("data"), P("data"))
     with pytest.raises(ValueError, match=re.escape(words)):
         jax.eval_shape(on_devices, jnp.ones((8, 2)))
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_refused_along_explicit_axes():
-    mesh = make_mesh(DATA, "explicit")
-    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("data")))
+    w = placed(make_mesh(DATA, AxisType.Explicit), jnp.ones((8, 2)), P("data"))
     with pytest.raises(ValueError, match="'model' .*; expected one of the explicit axes: 'data'"):
         jmp.gather_params(w, "model", "f16")
 
 
 def test_under_jit_with_auto_axes_xla_gathers():
-    w = jax.device_put(jnp.ones((8, 2)), NamedSharding(make_mesh(DATA), P("data")))
+    w = placed(make_mesh(DATA), jnp.ones((8, 2)), P("data"))
     way_out = r"leave the call out and write jmp\.autocast\(fun, 'mixed_float16,r=f32'\)"
     with pytest.raises(ValueError, match=way_out):
         jax.jit(lambda w: jmp.gather_params(w, "data", "f16"))(w)
