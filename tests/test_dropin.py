@@ -80,15 +80,6 @@ def test_the_training_steps_of_the_readme_take_and_skip_steps():
     assert float(after.loss_scale) == 2**14
 
 
-def test_the_no_op_scale_does_nothing():
-    loss, grads = jnp.float16(2.0), {"w": jnp.ones(2, jnp.float16)}
-    loss_scale = jmp.NoOpLossScale()
-    assert loss is loss_scale.scale(loss)
-    assert grads is loss_scale.unscale(grads)
-    assert loss_scale is loss_scale.adjust(jmp.all_finite(grads))
-    assert loss_scale.loss_scale == 1
-
-
 @pytest.mark.parametrize(
     ("number", "is_finite"),
     [
