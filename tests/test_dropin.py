@@ -26,21 +26,6 @@ from tests.processes import run_python
 # The README of DeepMind's jmp
 
 
-def test_a_policy_of_scalar_types_casts_and_makes_parameters():
-    half, full = jnp.float16, jnp.float32
-    policy = jmp.Policy(compute_dtype=half, param_dtype=full, output_dtype=half)
-
-    def layer(params, x):
-        params, x = policy.cast_to_compute((params, x))
-        assert params["w"].dtype == x.dtype == half
-        return policy.cast_to_output(x @ params["w"])
-
-    params = {"w": jnp.ones([2, 2], dtype=policy.param_dtype)}
-    assert params["w"].dtype == full
-    assert layer(params, jnp.ones([1, 2])).dtype == half
-    assert policy.with_output_dtype(full).output_dtype == full
-
-
 def loss_fn(params, loss_scale, x):
     return loss_scale.scale(jnp.mean((x @ params["w"]) ** 2))
 
