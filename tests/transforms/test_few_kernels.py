@@ -81,7 +81,7 @@ def test_the_largest_finite_numbers_are_finite():
 
 
 def collectives(function, *args):
-    text = jax.jit(function).lower(*args).compile().as_text()
+    text = function.lower(*args).compile().as_text()
     kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
     return re.findall(rf" ({kinds})(?:-start)?\(", text)
 
@@ -91,48 +91,37 @@ def mesh():
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(AUTO, AUTO))
 
 
-def make():
-    tx = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
-    return tx, tx.init(None)
-
-
-def sharded_gradients(mesh):
-    # Alike in shape, and sharded along different axes: as a column's and a row's parallel weights.
-    specs = [P("x", "y"), P("y", "x"), P(None, "x"), P("x")] * 4
-    places = [NamedSharding(mesh, spec) for spec in specs]
-    return jax.device_put([jnp.ones((256, 256))] * len(places), places), places
+SCALED = transforms.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
+STATE = SCALED.init(None)
 
 
 def test_sharded_gradients_are_never_gathered(mesh):
-    gradients, _ = sharded_gradients(mesh)
-    tx, state = make()
-    found = collectives(tx.update, gradients, state)
+    # Alike in shape, and sharded along different axes: as a column's and a row's parallel weights.
+    specs = [P("x", "y"), P("y", "x"), P(None, "x"), P("x")] * 4
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    gradients = jax.device_put([jnp.ones((256, 256))] * len(places), places)
+    found = collectives(jax.jit(SCALED.update), gradients, STATE)
     assert set(found) == {"all-reduce"}  # only the flag
     assert len(found) <= len(gradients)
-
-
-def test_gradients_sharded_by_jit_itself_are_never_gathered(mesh):
-    # Their types name no mesh: that there are eight devices has to be enough.
-    gradients, shardings = sharded_gradients(mesh)
-    tx, state = make()
-    step = jax.jit(tx.update, in_shardings=(shardings, None))
-    text = step.lower([np.ones(g.shape, np.float32) for g in gradients], state).compile().as_text()
-    assert "all-gather" not in text and "all-to-all" not in text
+    # If jit itself shards, types name no mesh: that there are eight devices has to be enough.
+    step = jax.jit(SCALED.update, in_shardings=(places, None))
+    assert set(collectives(step, jax.device_get(gradients), STATE)) == {"all-reduce"}
 
 
 def test_inside_shard_map_each_device_checks_its_own_part_in_groups(mesh):
     gradients = [jax.device_put(jnp.ones((256, 256)), NamedSharding(mesh, P("x")))] * 16
-    tx, state = make()
 
     def mapped(axis_names):
         options = {"in_specs": (P("x"), P()), "out_specs": (P("x"), P())}
-        return jax.shard_map(tx.update, mesh=mesh, axis_names=axis_names, **options)
+        return jax.shard_map(SCALED.update, mesh=mesh, axis_names=axis_names, **options)
 
     everywhere = mapped({"x", "y"})
-    assert reductions(everywhere, gradients, state) < len(gradients)
-    assert set(collectives(everywhere, gradients, state)) == {"all-reduce"}  # the flag's agreement
+    assert reductions(everywhere, gradients, STATE) < len(gradients)
+    assert set(collectives(jax.jit(everywhere), gradients, STATE)) == {
+        "all-reduce"
+    }  # the flag's agreement
     # Along "y" jit may still shard: there the check is by tensor.
-    assert reductions(mapped({"x"}), gradients, state) >= len(gradients)
+    assert reductions(mapped({"x"}), gradients, STATE) >= len(gradients)
 
 
 # What a skipped step leaves as it was, whatever its dtype and size.
