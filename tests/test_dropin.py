@@ -26,21 +26,6 @@ from tests.processes import run_python
 # The README of DeepMind's jmp
 
 
-def test_a_policy_of_scalar_types_casts_and_makes_parameters():
-    half, full = jnp.float16, jnp.float32
-    policy = jmp.Policy(compute_dtype=half, param_dtype=full, output_dtype=half)
-
-    def layer(params, x):
-        params, x = policy.cast_to_compute((params, x))
-        assert params["w"].dtype == x.dtype == half
-        return policy.cast_to_output(x @ params["w"])
-
-    params = {"w": jnp.ones([2, 2], dtype=policy.param_dtype)}
-    assert params["w"].dtype == full
-    assert layer(params, jnp.ones([1, 2])).dtype == half
-    assert policy.with_output_dtype(full).output_dtype == full
-
-
 def loss_fn(params, loss_scale, x):
     return loss_scale.scale(jnp.mean((x @ params["w"]) ** 2))
 
@@ -78,15 +63,6 @@ def test_the_training_steps_of_the_readme_take_and_skip_steps():
     skipped, after = jax.jit(train_step)(params, scale, x * jnp.inf)
     np.testing.assert_array_equal(skipped["w"], params["w"])
     assert float(after.loss_scale) == 2**14
-
-
-def test_the_no_op_scale_does_nothing():
-    loss, grads = jnp.float16(2.0), {"w": jnp.ones(2, jnp.float16)}
-    loss_scale = jmp.NoOpLossScale()
-    assert loss is loss_scale.scale(loss)
-    assert grads is loss_scale.unscale(grads)
-    assert loss_scale is loss_scale.adjust(jmp.all_finite(grads))
-    assert loss_scale.loss_scale == 1
 
 
 @pytest.mark.parametrize(

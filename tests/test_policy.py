@@ -61,18 +61,6 @@ def test_half_is_float16_but_on_a_tpu_bfloat16(monkeypatch):
     assert str(jmp.get_policy("O2")) == "p=bf16,c=bf16,o=full"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["float17", "", " ", "F16", "o0", "int32", "complex64", "p=", "p=f32,c=int8", "p=f32=f16"],
-)
-def test_an_unknown_dtype_is_refused_with_the_list_of_known_ones(text):
-    with pytest.raises(ValueError, match="Unknown dtype .* Expected 'half'") as raised:
-        jmp.get_policy(text)
-    wide = [name for name in NAMES if not name.startswith("float8")]
-    for name in (*wide, "half", "full", "bf16", "float8_e4m3fn"):
-        assert name in str(raised.value)
-
-
 def test_every_name_that_an_error_advises_is_accepted():
     with pytest.raises(ValueError) as raised:
         jmp.get_policy("mixed_float4")
@@ -85,25 +73,11 @@ def test_every_name_that_an_error_advises_is_accepted():
 
 
 @pytest.mark.parametrize(
-    "text", ["q=f32", "p=f32,", "=f16", ",p=f32", "P=f32", "p=f32,f16", "f32,", "f32,f16,f32"]
-)
-def test_an_unknown_field_is_refused_with_the_list_of_known_ones(text):
-    with pytest.raises(ValueError, match="Unknown key .* in policy .*; expected one of") as raised:
-        jmp.get_policy(text)
-    known = "p, params, c, compute, o, output, r, reduce, m, product, y, result, written"
-    assert known in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("text", "field"),
     [
-        ("p=f32,p=f32", "param_dtype"),
-        ("p=f32,params=f16", "param_dtype"),
         ("c=f16,o=f32,compute=f16", "compute_dtype"),
-        ("o=f16,output=f32", "output_dtype"),
         ("r=f32,reduce=f32", "reduce_dtype"),
         ("mixed_float8,m=f8", "product_dtype"),
-        ("mixed_float16,p=f32", "param_dtype"),
         ("f16,o=f32", "output_dtype"),
     ],
 )
@@ -122,16 +96,12 @@ FIELDS = {"r": "reduce_dtype", "m": "product_dtype", "y": "result_dtype"}
         ("reduce=bf16,p=f32,c=f16,o=f32", "mixed_float16", "bfloat16", "r=bf16"),
         (" mixed_float16 ,\tr = f32\n", "mixed_float16", "float32", "r=full"),
         ("O2,reduce=half", "O2", "float16", "r=f16"),
-        ("O0,r=f64", "f32", "float64", "r=f64"),
-        ("bf16,r=f32", "bf16", "float32", "r=full"),
         ("r=bf16", "f32", "bfloat16", "r=bf16"),
         ("mixed_float8", "mixed_bfloat16", "float8_e4m3fn", "m=f8"),
         ("p=f32,c=bf16,o=f32,m=f8", "mixed_bfloat16", "float8_e4m3fn", "m=f8"),
         (" mixed_bfloat16 ,\tproduct = float8_e4m3fn\n", "mixed_bfloat16", "float8_e4m3fn", "m=f8"),
-        ("bf16,m=float8", "bf16", "float8_e4m3fn", "m=f8"),
         ("mixed_bfloat16,m=f8_e4m3fn,r=f32", "mixed_bfloat16,r=f32", "float8_e4m3fn", "m=f8"),
         ("mixed_float16,y=f32", "mixed_float16", "float32", "y=full"),
-        ("bf16,result=f32", "bf16", "float32", "y=full"),
         ("mixed_bfloat16,r=f32,y=f32", "mixed_bfloat16,r=f32", "float32", "y=full"),
     ],
 )
@@ -143,32 +113,21 @@ def test_a_dtype_of_one_kind_of_numbers_stands_beside_the_triple(text, whole, na
     assert hash(policy) != hash(without)
     assert str(policy) == f"{without},{key}" and jmp.get_policy(str(policy)) == policy
     assert repr(policy) == f"{repr(without)[:-1]}, {field}=jnp.{name})"
-    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
-        assert copied == policy and getattr(copied, field) is dtype
+    duplicates = (copy.copy, copy.deepcopy, dataclasses.replace)
+    for copied in (
+        *(copy_of(policy) for copy_of in duplicates),
+        pickle.loads(pickle.dumps(policy)),
+    ):
+        assert copied == policy and hash(copied) == hash(policy)
+        assert getattr(copied, field) is dtype
     assert getattr(policy.with_output_dtype("bf16"), field) is dtype
 
 
-NO_REDUCTION = [int, jnp.int8, complex, "f8_e4m3fn", jnp.float8_e5m2, "f1", 32]
-NO_PRODUCT = [int, "f9", "bf16", jnp.float8_e5m2, "f8_e5m2", 8]
-NO_RESULT = [int, "f9", "bf16", "f64", jnp.float16, "f8_e5m2", 8]
-
-
-@pytest.mark.parametrize(
-    ("field", "things"),
-    [("reduce_dtype", NO_REDUCTION), ("product_dtype", NO_PRODUCT), ("result_dtype", NO_RESULT)],
-)
-def test_dtypes_that_cannot_stand_beside_the_triple_are_refused(field, things):
-    for thing in things:
-        error = TypeError if isinstance(thing, int) else ValueError
-        with pytest.raises(error, match="[Ee]xpected"):
-            jmp.Policy("f32", "bf16", "f32", **{field: thing})
-
-
-def test_a_policy_leaves_reductions_to_xla_if_nothing_is_said():
-    assert jmp.get_policy("mixed_float16").reduce_dtype is None
-    assert jmp.Policy("f32", "f16", "f32", reduce_dtype=None) == jmp.get_policy("mixed_float16")
-    with pytest.raises(TypeError):
-        jmp.Policy("f32", "f16", "f32", "f32")
+def test_dtypes_that_cannot_stand_beside_the_triple_are_refused():
+    """Those of float8, which is one kind of numbers only; docs/mistakes.md has the others."""
+    for field in ("reduce_dtype", "product_dtype", "result_dtype"):
+        with pytest.raises(ValueError, match=f"{field} got float8_e5m2.*expected"):
+            jmp.Policy("f32", "bf16", "f32", **{field: "f8_e5m2"})
 
 
 def test_a_policy_pickled_before_reductions_had_a_dtype_leaves_them_to_xla():
@@ -245,22 +204,6 @@ def test_policies_that_differ_in_one_dtype_are_unequal(other):
     assert jmp.get_policy(other) != other
 
 
-@pytest.mark.parametrize("field", [0, 1, 2])
-@pytest.mark.parametrize(
-    "thing", [None, int, bool, complex, jnp.int8, object, 1, [1], np.longdouble, "f1"]
-)
-def test_a_policy_refuses_all_but_real_floating_dtypes(field, thing):
-    arguments = ["f32", "f32", "f32"]
-    arguments[field] = thing
-    is_dtype = isinstance(thing, type | str)
-    with pytest.raises(ValueError if is_dtype else TypeError, match="[Ee]xpected") as raised:
-        jmp.Policy(*arguments)
-    assert "bfloat16" in str(raised.value)
-    if not isinstance(thing, str):
-        role = ("param_dtype", "compute_dtype", "output_dtype")[field]
-        assert f"{role} got" in str(raised.value)
-
-
 def test_a_policy_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         jmp.get_policy("f32").param_dtype = jnp.float16
@@ -271,20 +214,6 @@ def test_another_output_dtype_makes_another_policy():
     assert policy.with_output_dtype("f32") == jmp.Policy("f16", "f16", "f32")
     assert str(jmp.get_policy("f16,r=bf16").with_output_dtype("f32")) == "p=f16,c=f16,o=full,r=bf16"
     assert policy == jmp.get_policy("f16")
-    with pytest.raises(ValueError, match="output_dtype got"):
-        policy.with_output_dtype(int)
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.copy, copy.deepcopy, dataclasses.replace, lambda p: pickle.loads(pickle.dumps(p))],
-)
-def test_copies_are_equal_and_hash_alike(duplicate):
-    policy = jmp.get_policy("p=f32,c=bf16,o=f8_e4m3fn,r=f32")
-    copied = duplicate(policy)
-    assert copied == policy
-    assert hash(copied) == hash(policy)
-    assert copied.compute_dtype is jnp.bfloat16 and copied.reduce_dtype is jnp.float32
 
 
 def test_a_policy_is_a_static_argument_of_jit():
@@ -333,12 +262,3 @@ def test_each_cast_gives_its_own_dtype(method, dtype):
             assert leaf.dtype == target
             assert leaf.shape == tree[name].shape
             np.testing.assert_array_equal(np.asarray(leaf, float), np.asarray(tree[name], float))
-
-
-@pytest.mark.parametrize("method", ["cast_to_param", "cast_to_compute", "cast_to_output"])
-def test_casts_pass_other_leaves_as_they_are(method):
-    tree = cases.ODD_LEAVES | cases.COMPLEX_LEAVES
-    passed = getattr(jmp.get_policy("f16"), method)({"odd": tree, "w": jnp.ones(2)})
-    leaves = zip(jax.tree.leaves(passed["odd"]), jax.tree.leaves(tree), strict=True)
-    assert all(left is right for left, right in leaves)
-    assert passed["w"].dtype == np.float16

@@ -11,22 +11,7 @@ from hypothesis import strategies as st
 import jmp
 from tests.cases import ODD_LEAVES
 
-powers = st.integers(-140, 127).map(lambda n: math.ldexp(1.0, n))
 flags = st.lists(st.booleans(), max_size=40)
-
-
-@given(start=powers, floor=powers, ceiling=powers, growth=st.integers(1, 8), flags=flags)
-def test_a_scale_stays_a_power_of_two_within_its_bounds(start, floor, ceiling, growth, flags):
-    floor, ceiling = sorted((floor, ceiling))
-    scale = jmp.DynamicLossScale(
-        start, period=2, factor=2.0**growth, min_loss_scale=floor, max_loss_scale=ceiling
-    )
-    for finite in [None, *flags]:
-        scale = scale if finite is None else scale.adjust(finite)
-        value = float(scale.loss_scale)
-        assert scale.min_loss_scale <= value <= scale.max_loss_scale
-        assert 2.0**-126 <= value <= 2.0**126
-        assert math.frexp(value)[0] == 0.5
 
 
 @given(
@@ -85,45 +70,6 @@ def test_all_finite_agrees_with_numpy(tree):
             if isinstance(leaf, float) or getattr(leaf, "dtype", None) in dtypes
         ]
     assert bool(jmp.all_finite(tree)) == all(np.isfinite(leaf).all() for leaf in floats)
-
-
-@given(
-    start=powers,
-    growth=st.integers(1, 30),
-    backoff=st.integers(1, 30),
-    period=st.integers(1, 4),
-    hysteresis=st.integers(1, 4),
-    flags=flags,
-)
-def test_a_hysteresis_scale_stays_a_power_of_two_and_its_counts_in_range(
-    start, growth, backoff, period, hysteresis, flags
-):
-    scale = jmp.HysteresisLossScale(
-        start,
-        period=period,
-        min_loss_scale=0.0,
-        growth_factor=2.0**growth,
-        backoff_factor=2.0**-backoff,
-        hysteresis=hysteresis,
-    )
-    for finite in flags:
-        scale = scale.adjust(finite)
-        value = float(scale.loss_scale)
-        assert 2.0**-126 <= value <= 2.0**126
-        assert math.frexp(value)[0] == 0.5
-        assert 0 <= int(scale.counter) < period
-        assert 0 <= int(scale.tolerance) <= hysteresis
-
-
-@given(st.sampled_from(["float16", "bfloat16", "float32"]), st.floats(width=32), powers)
-def test_unscaling_what_was_scaled_is_exact_where_nothing_overflows(dtype, number, power):
-    scale = jmp.DynamicLossScale(power, min_loss_scale=0.0)
-    with np.errstate(all="ignore"):
-        leaf = np.float32(number).astype(dtype)
-    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-    scaled = abs(float(leaf)) * float(scale.loss_scale)
-    if leaf == 0 or (smallest <= abs(float(leaf)) and smallest <= scaled <= largest):
-        assert float(scale.unscale(scale.scale(leaf))) == float(leaf)
 
 
 words = "p= c= o= params= , , = f32 f16 half bf16 f8_e4m3fn full O1 q ; mixed_float16".split(" ")

@@ -24,7 +24,6 @@ class BatchNorm(Norm):
 @pytest.mark.parametrize(
     ("target", "path", "matches"),
     [
-        ("head", "head", True),
         ("head", "head/kernel", True),
         ("head", "body/head", True),
         ("/head", "body/head", False),
@@ -34,32 +33,22 @@ class BatchNorm(Norm):
         ("head", "headline", False),
         ("head*", "headline/kernel", True),
         ("*head", "body/head/kernel", True),
-        ("*", "any/thing", True),
         ("*", "", True),
-        ("", "", True),
         ("", "body", False),
-        ("*/Dense_0", "encoder/Dense_0/kernel", True),
         ("*/Dense_0", "Dense_0", True),
         ("*/Dense_0", "a/b/c/Dense_0/bias", True),
         ("encoder/*/kernel", "encoder/block/Dense_0/kernel", True),
         ("Dense_?", "Dense_1/kernel", True),
         ("Dense_[01]", "Dense_2/kernel", False),
         ("DENSE_0", "Dense_0", False),
-        ("kernel", "Dense_0/kernel", True),
-        ("Dense_0", "Dense_01/kernel", False),
         ("mlp/linear_1", "mlp/~/linear_1", True),
         ("mlp/~/linear_1", "mlp/linear_1/w", True),
-        ("mlp/~/linear_1", "mlp/~/linear_1/w", True),
         ("~/linear_1", "net/linear_1", True),
         ("net/~encode/head", "net/head", True),
-        ("linear_1", "mlp/~/linear_2", False),
         # Regular expressions match whole paths.
-        (re.compile(r"Dense_\d+"), "Dense_12/kernel", True),
         (re.compile(r"Dense_\d"), "Dense_12/kernel", False),
-        (re.compile(r".*/kernel"), "a/b/kernel", True),
         (re.compile(r"kernel"), "a/kernel", False),
         (re.compile(r"(?i)HEAD"), "head", True),
-        (re.compile(r""), "", True),
         (re.compile(r"mlp/linear_\d"), "mlp/~/linear_1", True),
         (re.compile(r"mlp/~/linear_\d"), "mlp/linear_1", True),
         (re.compile(r"mlp/\~/linear_1"), "mlp/linear_1/w", True),
@@ -118,15 +107,14 @@ def test_policies_are_taken_as_text_or_as_they_are():
 def test_no_rules_at_all_give_the_default():
     rules = jmp.PolicyRules([], default="mixed_bfloat16")
     assert rules.policy_for("any", [Norm]) == jmp.get_policy("mixed_bfloat16")
-    assert rules.unused == []
-    rules.warn_unused()  # a warning is an error in tests
 
 
-def test_rules_that_all_matched_warn_of_nothing():
-    rules = jmp.PolicyRules([("a", "f32"), (Norm, "f32")], default="f16")
+@pytest.mark.parametrize("pairs", [[], [("a", "f32"), (Norm, "f32")]])
+def test_rules_that_all_matched_warn_of_nothing(pairs):
+    rules = jmp.PolicyRules(pairs, default="f16")
     rules.policy_for("a"), rules.policy_for("b", [BatchNorm])
     assert rules.unused == []
-    rules.warn_unused()
+    rules.warn_unused()  # a warning is an error in tests
 
 
 def test_rules_that_never_matched_are_named_in_a_warning():
@@ -148,9 +136,3 @@ def test_a_warning_of_many_long_rules_is_short():
     with pytest.warns(jmp.UnusedRuleWarning, match="and 992 more. Check") as caught:
         rules.warn_unused()
     assert len(str(caught[0].message)) <= 1500
-
-
-@pytest.mark.parametrize("target", [None, 3, (), (Norm, "norm"), Norm(), b"head", [Norm]])
-def test_a_target_of_an_unknown_kind_is_refused(target):
-    with pytest.raises(TypeError, match="A rule's target got .*; expected a glob such as 'head"):
-        jmp.PolicyRules([(target, "f32")], default="f32")

@@ -1,5 +1,9 @@
-"""The dynamic scale: back off on overflow, grow after a period, stay within the bounds."""
+"""Dynamic scales: back off on overflow, grow after a period, stay within the bounds.
 
+That with hysteresis forgives a few overflows first (Megatron's definition).
+"""
+
+import functools
 import inspect
 import itertools
 
@@ -9,32 +13,47 @@ import numpy as np
 import pytest
 
 import jmp
-from tests.loss_scaling.definitions import counting
+from tests.loss_scaling.definitions import counting, megatron
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 NAN, INFINITY = float("nan"), float("inf")
 
 
 def history_of(scale, flags):
+    """Returns scale, count and, with hysteresis, tolerance after each step."""
     history = []
     for finite in flags:
         scale = scale.adjust(finite)
-        history.append((float(scale.loss_scale), int(scale.counter)))
+        history.append(tuple(leaf.item() for leaf in jax.tree.leaves(scale)))
     return history
 
 
-@pytest.mark.parametrize("period", [1, 2, 3])
-def test_every_sequence_of_six_steps_follows_the_definition(period):
-    flags = np.array(list(itertools.product([True, False], repeat=6)))
-    bounds = {"min_loss_scale": 1.0, "max_loss_scale": 64.0}
-    start = jmp.DynamicLossScale(4.0, 0, period, growth_factor=4.0, **bounds)
+BOUNDS = {"min_loss_scale": 1.0, "max_loss_scale": 64.0}
+RULES = {
+    f"torch, period {period}": (
+        jmp.DynamicLossScale(4.0, 0, period, growth_factor=4.0, **BOUNDS),
+        functools.partial(counting, scale=4.0, period=period, growth=4.0, floor=1.0, ceiling=64.0),
+    )
+    for period in (1, 2, 3)
+}
+RULES |= {
+    f"Megatron, period {period}, hysteresis {hysteresis}": (
+        jmp.HysteresisLossScale(8.0, period=period, hysteresis=hysteresis),
+        functools.partial(megatron, scale=8.0, period=period, hysteresis=hysteresis),
+    )
+    for period in (1, 2, 3)
+    for hysteresis in (1, 2, 3)
+}
+
+
+@pytest.mark.parametrize(("start", "rule"), RULES.values(), ids=RULES.keys())
+def test_every_sequence_of_seven_steps_follows_the_definition(start, rule):
+    flags = np.array(list(itertools.product([True, False], repeat=7)))
     adjust = lambda scale, finite: (scale.adjust(finite),) * 2
     many = jax.jit(jax.vmap(lambda row: jax.lax.scan(adjust, start, row)[1]))(flags)
     for index, row in enumerate(flags):
-        expected = counting(row, 4.0, period, growth=4.0, floor=1.0, ceiling=64.0)
-        scales, counters = zip(*expected, strict=True)
-        np.testing.assert_array_equal(many.loss_scale[index], scales)
-        np.testing.assert_array_equal(many.counter[index], counters)
+        for leaf, expected in zip(jax.tree.leaves(many), zip(*rule(row), strict=True), strict=True):
+            np.testing.assert_array_equal(leaf[index], expected)
 
 
 HISTORIES = {
@@ -47,11 +66,6 @@ HISTORIES = {
         jmp.DynamicLossScale(8.0, period=INFINITY),
         [True] * 3,
         [(8.0, 1), (8.0, 2), (8.0, 3)],
-    ),
-    "a count beyond the period grows at once": (
-        jmp.DynamicLossScale(8.0, 100, period=3),
-        [True],
-        [(16.0, 0)],
     ),
     "the ceiling stops growth in the middle of a factor": (
         jmp.DynamicLossScale(8.0, period=1, growth_factor=4.0, max_loss_scale=48.0),
@@ -67,6 +81,13 @@ HISTORIES = {
         jmp.DynamicLossScale(16.0, 0, 1, 4, backoff_factor=0.5),
         [True, False],
         [(64.0, 0), (32.0, 0)],
+    ),
+    "the bounds hold with hysteresis too": (
+        jmp.HysteresisLossScale(
+            4.0, period=1, hysteresis=1, min_loss_scale=2.0, max_loss_scale=8.0
+        ),
+        [False, False, True, True, True],
+        [(2.0, 0, 0), (2.0, 0, 0), (4.0, 0, 1), (8.0, 0, 1), (8.0, 0, 1)],
     ),
 }
 
@@ -202,3 +223,66 @@ def test_many_scales_side_by_side_take_many_flags():
 def test_an_integer_beyond_float64_is_refused_by_its_name(name):
     with pytest.raises(ValueError, match=f"^{name} got "):
         jmp.DynamicLossScale(**{"loss_scale": 8.0, name: 10**400})
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "after_overflow"), [(-(2**31), (4.0, 0)), (-1, (4.0, 0)), (5, (8.0, 1))]
+)
+def test_a_restored_tolerance_beyond_its_bounds_counts_as_the_nearest(tolerance, after_overflow):
+    leaves = [jnp.float32(8), jnp.int32(2**31 - 1), jnp.int32(tolerance)]
+    after = restored(jmp.HysteresisLossScale(8.0, hysteresis=2), *leaves).adjust(False)
+    assert (float(after.loss_scale), int(after.tolerance)) == after_overflow
+    assert int(after.counter) == 0
+
+
+def test_a_scale_with_hysteresis_is_a_dynamic_scale_but_never_equal_to_one():
+    scale = jmp.HysteresisLossScale(8.0)
+    assert isinstance(scale, jmp.DynamicLossScale)
+    assert scale != jmp.DynamicLossScale(8.0)
+    assert scale != jmp.HysteresisLossScale(8.0, hysteresis=3)
+    assert scale != jmp.HysteresisLossScale(8.0, tolerance=1)
+
+
+# Presets: the defaults that people know from other systems.
+
+# Start, growth, backoff, period, floor, ceiling, as each system documents them. Where a system has
+# no bound, ours is the last scale whose float32 reciprocal exists.
+PRESETS = [
+    (jmp.deepmind_loss_scale, (2.0**15, 2.0, 0.5, 2000, 1.0, LARGEST)),
+    (jmp.torch_loss_scale, (2.0**16, 2.0, 0.5, 2000, SMALLEST, LARGEST)),
+    (jmp.apex_loss_scale, (2.0**16, 2.0, 0.5, 2000, SMALLEST, 2.0**24)),
+    (jmp.fastai_loss_scale, (2.0**24, 2.0, 0.5, 500, SMALLEST, LARGEST)),
+]
+every_preset = pytest.mark.parametrize(
+    ("preset", "defaults"), PRESETS, ids=[preset.__name__ for preset, _ in PRESETS]
+)
+
+
+@every_preset
+def test_the_defaults_are_those_of_the_system_it_is_named_for(preset, defaults):
+    scale = preset()
+    start, growth, backoff, period, floor, ceiling = defaults
+    assert float(scale.loss_scale) == start
+    assert (scale.period, scale.min_loss_scale, scale.max_loss_scale) == (period, floor, ceiling)
+    assert float(scale.adjust(False).loss_scale) == start * backoff
+    last = jax.lax.fori_loop(0, period, lambda _, scale: scale.adjust(True), scale)
+    assert float(last.loss_scale) == min(start * growth, ceiling)
+    before = jax.lax.fori_loop(0, period - 1, lambda _, scale: scale.adjust(True), scale)
+    assert float(before.loss_scale) == start
+
+
+@every_preset
+def test_disabled_it_is_no_scale_at_all(preset, defaults):
+    assert preset(enabled=False) == jmp.NoOpLossScale()
+    assert preset(enabled=True) == preset()
+
+
+def test_torchs_keywords_mean_what_they_mean_in_torch():
+    defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    defaults |= {"init_scale": 2.0**16, "enabled": True}
+    assert jmp.torch_loss_scale(**defaults) == jmp.torch_loss_scale()
+    assert jmp.torch_loss_scale(**{**defaults, "enabled": False}) == jmp.NoOpLossScale()
+    others = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+    scale = jmp.torch_loss_scale(init_scale=2.0**10, **others)
+    assert (float(scale.loss_scale), scale.period, int(scale.counter)) == (2.0**10, 3, 0)
+    assert (scale.growth_factor, scale.backoff_factor) == (4.0, 0.25)

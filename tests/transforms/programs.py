@@ -65,15 +65,13 @@ CASES = [
     *[("one device", "mixed", name) for name in WITH if name not in NOT_FLOAT16],
     *[("one device", "many", "loss scale")],
     *[("one device", "matrices", name) for name in ("int8, nearest", "all", "split masters")],
-    *[(place, "matrices", n) for place in ("auto", "explicit", "shard_map") for n in ON_MESHES],
+    *[(place, "matrices", n) for place in ("auto", "explicit") for n in ON_MESHES],
 ]
 
 
 def arrays(shapes, place):
     """Arrays of zeros, on a mesh of one device or of eight."""
     zeros = {name: jnp.zeros(shape, dtype) for name, (dtype, *shape) in SHAPES[shapes].items()}
-    if place == "shard_map":
-        return zeros
     kind = AxisType.Explicit if place == "explicit" else AxisType.Auto
     sizes = (1, 1) if place == "one device" else (4, 2)
     mesh = jax.make_mesh(sizes, ("x", "y"), (kind,) * 2, devices=jax.devices()[: np.prod(sizes)])
@@ -88,16 +86,6 @@ def program(place, shapes, name):
     def step(params, gradients):
         return tx.update(gradients, tx.init(params), params)
 
-    if place == "shard_map":
-        mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Auto,) * 2)
-        specs = {"w": P("y"), "v": P(("x", "y")), "b": P()} if name == "int8" else SPECS
-        if name == "int8":
-            tx = transforms.with_stored_state(adam, "int8", specs=specs)
-        if name == "all":
-            tx = WITH["loss scale"](transforms.with_stochastic_rounding(adam, specs=specs))
-        step = jax.shard_map(
-            lambda *args: tx.update(args[1], tx.init(args[0]), args[0])[0],
-            mesh=mesh, in_specs=(specs, specs), out_specs=specs)  # fmt: skip
     return jax.make_jaxpr(step)(params, params)
 
 

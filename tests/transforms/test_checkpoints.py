@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from flax.training import dynamic_scale, train_state
+from flax.training import train_state
 
 import jmp
 from jmp import transforms
@@ -74,24 +74,6 @@ def test_a_migrated_training_is_what_the_page_says(row, way):
     assert [what for what, is_equal in found.items() if not is_equal] == []
 
 
-def test_flaxs_scale_read_as_ours_grows_and_backs_off_at_the_same_steps():
-    theirs = dynamic_scale.DynamicScale(growth_interval=2, fin_steps=jnp.int32(1), scale=16.0)
-    row = next(row for row in migrations.MIGRATIONS if "`DynamicScale`" in row.name)
-    restored = {"dynamic_scale": theirs, "params": PARAMS}
-    restored["opt_state"] = migrations.inner.init(PARAMS)
-    ours = migrations.migrated(row, restored)["new_scale"]
-
-    @jax.jit
-    def after(theirs, flag):
-        fun = lambda w: w * jnp.where(flag, 1.0, jnp.inf)
-        return theirs.value_and_grad(fun)(jnp.float32(1.0))[0]
-
-    for finite in np.random.default_rng(0).random(40) < 0.8:
-        theirs, ours = after(theirs, finite), ours.adjust(finite)
-        assert float(ours.loss_scale) == float(theirs.scale)
-        assert int(ours.counter) == int(theirs.fin_steps)
-
-
 def printed(heading, *names):
     """Returns names of the program of the page under a heading, which is run as it is printed."""
     part = migrations.PAGE.read_text().partition(f"## {heading}\n")[2]
@@ -121,24 +103,17 @@ def restored(scale, saved):
     return serialization.from_state_dict(scale, saved)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "came"),
-    [
-        ("loss_scale", np.nan, "nan"),
-        ("loss_scale", np.inf, "inf"),
-        ("loss_scale", 0.0, "0"),
-        ("loss_scale", -4.0, "-4"),
-        ("counter", -1, "-1"),
-        ("tolerance", -2, "-2"),
-    ],
-)
-def test_a_scale_that_is_none_is_not_restored(name, value, came):
+NO_SCALES = [("loss_scale", number) for number in (np.nan, np.inf, 0.0, -4.0)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*NO_SCALES, ("counter", -1), ("tolerance", -2)])
+def test_a_scale_that_is_none_is_not_restored(name, value):
     scale = jmp.HysteresisLossScale(8.0)
     saved = serialization.to_state_dict(scale)
     saved[name] = np.asarray(value, saved[name].dtype)
-    with pytest.raises(ValueError, match=f"holds a HysteresisLossScale .*{name} got .*{came}") as e:
+    words = f"holds a HysteresisLossScale .*{name} got .*{value:g}.*Restore an earlier checkpoint"
+    with pytest.raises(ValueError, match=words):
         restored(scale, saved)
-    assert "Restore an earlier checkpoint" in str(e.value)
 
 
 def test_a_scale_beyond_its_bounds_is_brought_back_to_them():
@@ -146,10 +121,6 @@ def test_a_scale_beyond_its_bounds_is_brought_back_to_them():
         state = {"loss_scale": np.float32(saved), "counter": np.int32(5)}
         found = restored(DYNAMIC, state)
         assert (float(found.loss_scale), int(found.counter)) == (expected, 5)
-        # Elsewhere, as from Orbax, it comes back at the next step.
-        leaves = [jnp.float32(saved), jnp.int32(5)]
-        read = jax.tree.unflatten(jax.tree.structure(DYNAMIC), leaves)
-        assert float(read.adjust(True).loss_scale) == expected
 
 
 def test_many_scales_are_restored_and_as_many_are_expected():
@@ -219,11 +190,8 @@ def test_a_value_that_is_refused_is_not_taken_for_another_optimizer():
         restored(state, saved)
 
 
-def test_flaxs_train_state_restores_into_ours_and_other_fields_are_named():
-    theirs = in_state(ADAM, train_state.TrainState).replace(step=7)
-    found = serialization.from_bytes(in_state(ADAM), serialization.to_bytes(theirs))
-    assert found.step == 7 and found.batch_stats is None
-    assert bits((found.params, found.opt_state)) == bits((theirs.params, theirs.opt_state))
+def test_fields_that_flaxs_train_state_lacks_are_named():
+    theirs = in_state(ADAM, train_state.TrainState)
     ours = in_state(ADAM).replace(batch_stats={"mean": jnp.ones(2)})
     with pytest.raises(ValueError, match="expected .*'batch_stats'.*docs/checkpoints.md"):
         serialization.from_bytes(ours, serialization.to_bytes(theirs))

@@ -23,17 +23,18 @@ def squared_distance(params):
 
 
 def run(tx, params, steps, scale=1.0):
-    """Returns the parameters after these steps; a step of None has an infinite gradient."""
+    """Returns the parameters after these steps; a step of a text has such a gradient somewhere."""
     state = tx.init(params)
     for step in steps:
-        grads = jax.tree.map(lambda g: g * scale, gradients(step or 0))
-        if step is None:
-            grads["bias"] = grads["bias"].at[1].set(jnp.inf)
+        is_bad = isinstance(step, str)
+        grads = jax.tree.map(lambda g: g * scale, gradients(0 if is_bad else step))
+        if is_bad:
+            grads["bias"] = grads["bias"].at[1].set(float(step))
         before = params, getattr(state, "inner_state", None)
         more = {"value": squared_distance(params), "grad": grads, "value_fn": squared_distance}
         updates, state = tx.update(grads, state, params, **more)
         params = optax.apply_updates(params, updates)
-        if step is None:
+        if is_bad:
             assert bits((params, state.inner_state)) == bits(before)
     return params, state
 
@@ -49,34 +50,29 @@ def test_scaled_and_skipped_it_ends_where_it_ends_bare(inner):
     params = parameters()
     tx = transforms.with_loss_scale(inner, jmp.StaticLossScale(SCALE))
     expected, _ = run(bare(inner), params, [1, 2])
-    found, state = run(tx, params, [1, None, 2], SCALE)
+    found, state = run(tx, params, ["inf", 1, "nan", 2], SCALE)
     assert bits(found) == bits(expected)
-    assert state.skipped_steps == 1
+    assert state.skipped_steps == 2
 
 
 @every_optimizer
-def test_its_masters_are_the_parameters_of_a_bare_float32_run(inner):
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters())
+@pytest.mark.parametrize(
+    ("store", "dtype"),
+    [(transforms.with_master_params, "float16"), (transforms.with_split_masters, "bfloat16")],
+)
+def test_its_masters_are_the_parameters_of_a_bare_float32_run(inner, store, dtype):
+    half = jax.tree.map(lambda p: p.astype(dtype), parameters())
     expected, _ = run(bare(inner), jmp.cast_to_full(half), [1, 2])
-    for store in (transforms.with_master_params, transforms.with_split_masters):
-        found, state = run(store(inner), half, [1, 2])
-        assert bits(transforms.masters(state, found)) == bits(expected)
-
-
-SMALL, LARGE = (3, 4), (64, 512)
-RULES = [("*", "*bfloat16", "bfloat16"), ("*", "*int8", "int8")]
-KERNELS = {"bfloat16": SMALL, "int8": LARGE}
-
-
-def kernels(value):
-    """A tree like `parameters()`, with several kernels for its one."""
-    made = {name: jnp.full(shape, value, jnp.bfloat16) for name, shape in KERNELS.items()}
-    return {"kernel": made, "bias": jnp.full(4, value, jnp.bfloat16)}
-
-
-def avals(tree):
-    of = lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False))
-    return jax.tree.structure(tree), [of(leaf) for leaf in jax.tree.leaves(tree)]
+    found, state = run(store(inner), half, [1, 2])
+    masters = transforms.masters(state, found)
+    assert bits(masters) == bits(expected)
+    rounded = jmp.cast_floating(masters, dtype)
+    if dtype == "float16":
+        assert bits(found) == bits(rounded)
+    else:  # split masters round halfway numbers away from zero
+        assert jax.tree.all(
+            jax.tree.map(lambda p, r: jnp.allclose(p, r, 2.0**-7, 0), found, rounded)
+        )
 
 
 # A part such as `scale_by_adam` has the state of the optimizer that is made of it.
@@ -85,19 +81,10 @@ WHOLE = {name: tx for name, tx in TRANSFORMATIONS.items() if not name.startswith
 
 @pytest.mark.parametrize("inner", in_full(WHOLE, but=["adam"]))
 @pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
-def test_stored_in_one_or_two_bytes_its_state_stays_finite_and_keeps_its_types(inner):
-    tx = transforms.with_split_masters(transforms.with_stored_state(inner, RULES))
-
-    @jax.jit
-    def step(params, state, grads):
-        more = {"value": jnp.float32(1.0), "grad": grads, "value_fn": squared_distance}
-        updates, state = tx.update(grads, state, params, **more)
-        return optax.apply_updates(params, updates), state
-
-    params = kernels(0.5)
-    state = tx.init(params)
-    first = avals((params, state))
-    for number in range(2):
-        params, state = step(params, state, kernels(0.1 * number + 0.01))
-        assert avals((params, state)) == first
+def test_stored_in_one_byte_its_state_stays_finite_and_keeps_its_types(inner):
+    tx = transforms.with_split_masters(transforms.with_stored_state(inner, [("*", "*", "int8")]))
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters())
+    params, state = run(tx, half, [1, 2])
+    of = lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False))
+    assert jax.tree.map(of, (params, state)) == jax.tree.map(of, (half, tx.init(half)))
     assert jmp.all_finite((params, transforms.decode_state(state)))

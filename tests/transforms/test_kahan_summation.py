@@ -58,14 +58,9 @@ def test_what_a_parameter_lacks_is_there_under_jit():
     assert (lack == b.astype(jnp.bfloat16)).all()
 
 
-def test_beyond_the_range_it_stays_finite_and_comes_back():
+def test_what_is_lacking_beyond_the_range_is_finite():
     tx = transforms.with_kahan_summation(ADD)
     params = jnp.float16([6e4, -6e4, 1.0])
-    state = tx.init(params)
-    for update in ([1e6, -1e6, jnp.inf], [-1e6, 1e6, -1.0]):
-        updates, state = tx.update(jnp.float32(update), state, params)
-        params = optax.apply_updates(params, updates)
-        assert jnp.isfinite(params).all()
-        assert jnp.isfinite(state.compensations).all()
-    updates, state = tx.update(jnp.float32([0, 0, jnp.nan]), state, params)
-    assert jnp.isnan(optax.apply_updates(params, updates)[2])
+    updates, state = tx.update(jnp.float32([1e6, -1e6, jnp.inf]), tx.init(params), params)
+    assert jnp.isfinite(optax.apply_updates(params, updates)).all()
+    assert jnp.isfinite(state.compensations).all()

@@ -1,13 +1,13 @@
 """Orders of optax transformations: each one trains right, or is refused with the one that does."""
 
 import collections
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import jmp
@@ -21,79 +21,84 @@ from tests.transforms.orders import scaled
 PARAMS = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
 
 
-def rows(table):
-    return pytest.mark.parametrize("tx", table.values(), ids=table.keys())
+def refused(table, sentence):
+    """Rows of an optimizer and of the error, in which the name of its row may stand."""
+    return [pytest.param(tx, sentence.format(name), id=name) for name, tx in table.items()]
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        transforms.check_optimizer_state,
-        transforms.loss_scale_state,
-        diagnostics.metrics,
-        lambda state: jax.eval_shape(transforms.loss_scale_state, state),
-    ],
-    ids=["check_optimizer_state", "loss_scale_state", "metrics", "under eval_shape"],
-)
-@rows(orders.BEFORE)
-def test_what_stands_before_loss_scaling_is_refused(tx, read):
-    with pytest.raises(ValueError, match="before with_loss_scale.*Move it inside"):
-        read(tx.init(PARAMS))
+OF_SCALING = refused(orders.BEFORE, "before with_loss_scale.*Move it inside")
+OF_SCALING += refused(orders.INSIDE, "inside optax.{}, .*Put it around")
+OF_SCALING += refused(orders.MOVING_TAIL, "state after with_loss_scale.*Move it inside")
+OF_MASTERS = refused(orders.AFTER_MASTERS, "after with_master_params.*Move it inside")
+OF_MASTERS += refused(orders.AROUND_MASTERS, "inside optax.{}, which .*Put it around")
 
 
-@rows(orders.BEFORE)
-def test_adapters_refuse_what_stands_before_loss_scaling(tx):
-    with pytest.raises(ValueError, match="Move it inside"):
-        linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    with pytest.raises(ValueError, match="Move it inside"):
-        jmp_nnx.loss_scale(optimizer)
-
-
-@pytest.mark.parametrize(("name", "tx"), orders.INSIDE.items(), ids=orders.INSIDE.keys())
-def test_loss_scaling_inside_another_wrapper_is_refused_by_name(name, tx):
-    sentence = f"inside optax.{name}, .*Put it around"
+@pytest.mark.parametrize(("tx", "sentence"), OF_SCALING)
+def test_loss_scaling_in_a_wrong_place_is_refused_with_the_right_one(tx, sentence):
     state = tx.init(PARAMS)
-    for read in (transforms.check_optimizer_state, transforms.loss_scale_state):
+    under_eval_shape = lambda state: jax.eval_shape(transforms.loss_scale_state, state)
+    for read in (transforms.check_optimizer_state, transforms.loss_scale_state, under_eval_shape):
         with pytest.raises(ValueError, match=sentence):
             read(state)
-    with pytest.raises(ValueError, match=sentence):
-        tx = tx.gradient_transformation() if name == "MultiSteps" else tx
-        linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    create = functools.partial(linen.TrainState.create, apply_fn=None, params=PARAMS, tx=tx)
+    if tx in orders.MOVING_TAIL.values():  # which a step of an adapter undoes
+        assert diagnostics.metrics(state)["loss_scale"] == 1024.0
+        assert create().loss_scale.loss_scale == 1024.0
+        return
+    optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    readers = (lambda: diagnostics.metrics(state), create, lambda: jmp_nnx.loss_scale(optimizer))
+    for read in readers:
+        with pytest.raises(ValueError, match=sentence):
+            read()
 
 
-@rows(orders.MASKED)
+@pytest.mark.parametrize("tx", orders.MASKED.values(), ids=orders.MASKED.keys())
 def test_loss_scaling_of_a_part_of_the_parameters_is_refused_in_init(tx):
     for init in (tx.init, lambda params: jax.eval_shape(tx.init, params)):
         with pytest.raises(ValueError, match="inside optax.partition or optax.masked.*around"):
             init(PARAMS)
 
 
-@rows(orders.AFTER_MASTERS)
-def test_what_follows_masters_is_refused(tx):
+@pytest.mark.parametrize(("tx", "sentence"), OF_MASTERS)
+def test_masters_in_a_wrong_place_are_refused_with_the_right_one(tx, sentence):
     params = jmp.cast_to_half(PARAMS)
-    state = tx.init(params)
+    of_lookahead = "lookahead" in sentence
+    state = tx.init(optax.LookaheadParams.init_synced(params) if of_lookahead else params)
     for read in (transforms.check_optimizer_state, lambda s: transforms.masters(s, params)):
-        with pytest.raises(ValueError, match="after with_master_params.*Move it inside"):
+        with pytest.raises(ValueError, match=sentence):
             read(state)
+    if not of_lookahead:  # whose parameters are of its own kind
+        with pytest.raises(ValueError, match=sentence):
+            scaled(tx).init(params)
 
 
-@rows(orders.MOVING_TAIL)
-def test_a_state_behind_loss_scaling_is_refused_where_no_adapter_undoes_it(tx):
-    state = tx.init(PARAMS)
-    for read in (transforms.check_optimizer_state, transforms.loss_scale_state):
-        with pytest.raises(ValueError, match="state after with_loss_scale.*Move it inside"):
-            read(state)
-    assert diagnostics.metrics(state)["loss_scale"] == 1024.0
-    state = linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    assert state.loss_scale.loss_scale == 1024.0
+STORING = {store.__name__: store for store in (
+    transforms.with_master_params, transforms.with_split_masters,
+    transforms.with_stochastic_rounding, transforms.with_kahan_summation)}  # fmt: skip
 
 
-@rows(orders.AFTER_MASTERS)
-def test_what_follows_masters_inside_loss_scaling_is_refused_in_init(tx):
-    with pytest.raises(ValueError, match="after with_master_params.*Move it inside"):
-        scaled(tx).init(jmp.cast_to_half(PARAMS))
+@pytest.mark.parametrize("name", STORING)
+def test_an_order_of_ways_to_store_that_fails_is_refused_with_the_one_that_does_not(name):
+    store, adam = STORING[name], optax.adam(0.1)
+    other = STORING["with_split_masters" if "kahan" in name else "with_kahan_summation"]
+    stored = lambda inner: transforms.with_stored_state(inner, "int8")
+    twice = "; .* each at most once"
+    refused_by_init = {
+        stored(store(adam)): rf"Swap the two: {name}\(with_stored_state\(adam, 'bfloat16'\)\)",
+        store(stored(scaled())): r"with_loss_scale\(with_stored_state\(adam, .*\), loss_scale\)",
+        store(scaled()): rf"Swap the two: with_loss_scale\({name}\(adam\), loss_scale\)",
+        store(stored(stored(adam))): f"contains with_stored_state{twice}",
+        store(store(adam)): f"{name}{twice}",
+        store(other(adam)): "one that stores the parameters, .* each at most once",
+    }
+    for tx, sentence in refused_by_init.items():
+        with pytest.raises(ValueError, match=sentence):
+            tx.init(PARAMS)
+    chain = optax.chain(store(adam), optax.scale(0.5))
+    with pytest.raises(ValueError, match=rf"Move it inside: {name}\(optax.chain\(...\)\)"):
+        transforms.check_optimizer_state(chain.init(PARAMS))
 
 
 def test_a_tail_without_a_state_is_taken_and_what_it_does_on_a_skip_is_as_documented():
@@ -117,17 +122,7 @@ def test_masters_last_in_a_chain_follow_what_stands_before_them():
     assert transforms.masters(state, new)["b"][0] == 0.5
 
 
-@pytest.mark.parametrize("name", orders.AROUND_MASTERS)
-def test_a_wrapper_that_parts_masters_from_parameters_is_refused_by_name(name):
-    tx, params = orders.AROUND_MASTERS[name], jmp.cast_to_half(PARAMS)
-    of_lookahead = name == "lookahead"
-    state = tx.init(optax.LookaheadParams.init_synced(params) if of_lookahead else params)
-    for read in (transforms.check_optimizer_state, lambda s: transforms.masters(s, params)):
-        with pytest.raises(ValueError, match=f"inside optax.{name}, which .*Put it around"):
-            read(state)
-
-
-@rows(orders.RIGHT_AROUND_MASTERS)
+@pytest.mark.parametrize("tx", orders.RIGHT_AROUND_MASTERS.values())
 def test_wrappers_that_hand_on_what_masters_say_may_stand_around_them(tx):
     params = jmp.cast_to_half(PARAMS)
     state = tx.init(params)
@@ -135,9 +130,13 @@ def test_wrappers_that_hand_on_what_masters_say_may_stand_around_them(tx):
     tx.update(params, state, params)
 
 
-def test_a_tuple_of_one_s_own_around_an_optimizer_s_state_is_no_chain():
-    state = scaled().init(PARAMS)
-    for whole in ((3, state), (jnp.zeros(()), state), (PARAMS, state), ([1.0], state)):
+def test_trees_of_one_s_own_that_hold_optimizer_states_are_no_chains():
+    state, ended = scaled().init(PARAMS), optax.EmptyState()
+    tuples = ((3, state), (jnp.zeros(()), state), (PARAMS, state), ([1.0], state))
+    # A dictionary of one's own, sorted by JAX: no order can be read off it.
+    states = {"critic": optax.adam(0.1).init(PARAMS), "generator": state}
+    ordered = jax.tree.map(jnp.copy, collections.OrderedDict(z=state, a=ended))
+    for whole in (*tuples, states, ordered):
         assert transforms.loss_scale_state(whole).loss_scale.loss_scale == 1024.0
         assert diagnostics.metrics(whole)["loss_scale"] == 1024.0
 
@@ -166,14 +165,6 @@ def test_half_parameters_with_moments_behind_loss_scaling_train_and_skip():
     assert (state.params["b"] == 3).all() and state.step == 1  # the scale is 512 by then
 
 
-def test_other_trees_that_hold_optimizer_states_are_no_chains():
-    # A dictionary of one's own, sorted by JAX: no order can be read off it.
-    states = {"critic": optax.adam(0.1).init(PARAMS), "generator": scaled().init(PARAMS)}
-    assert transforms.loss_scale_state(states).loss_scale.loss_scale == 1024.0
-    ordered = collections.OrderedDict(z=scaled().init(PARAMS), a=optax.EmptyState())
-    assert transforms.loss_scale_state(jax.tree.map(jnp.copy, ordered)) is not None
-
-
 def test_an_init_that_reads_values_runs_for_real():
     def init(params):
         return float(params["b"].sum())  # no tracer has a value
@@ -188,26 +179,3 @@ def test_counts_of_skips_stay_at_the_largest_integer():
     state = tx.init(PARAMS)._replace(skipped_steps=largest, consecutive_skips=largest)
     _, state = tx.update(jax.tree.map(lambda p: p * jnp.inf, PARAMS), state)
     assert state.skipped_steps == state.consecutive_skips == largest
-
-
-def test_one_loss_scale_around_a_partition_unscales_every_group():
-    labels = {"a": "fast", "b": "slow"}
-    tx = scaled(optax.partition({"fast": optax.sgd(1.0), "slow": optax.sgd(0.5)}, labels))
-    gradients = jax.tree.map(lambda p: 1024.0 * p, PARAMS)
-    updates, _ = tx.update(gradients, tx.init(PARAMS), PARAMS)
-    assert updates["a"][0, 0] == -1.0 and updates["b"][0] == -0.5
-
-
-def test_a_module_trains_with_a_tail_as_without_one_and_a_skip_undoes_it():
-    model = nn.Dense(1)
-    params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
-    inside = scaled(optax.chain(optax.adam(0.1), optax.add_decayed_weights(0.1)))
-    behind = optax.chain(scaled(optax.identity()), optax.adam(0.1), optax.add_decayed_weights(0.1))
-    ends = []
-    for tx in (inside, behind):
-        state = linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-        for factor in (1.0, jnp.nan, 3.0):
-            grads = jax.tree.map(lambda p, factor=factor: 1024.0 * factor * p, params)
-            state = state.apply_gradients(grads=grads)
-        ends.append(state.params)
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), *ends))

@@ -3,7 +3,6 @@
 import functools
 import re
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,10 @@ from jmp.adapters import linen
 from testbed.machines import wire
 from testbed.machines.gpus import compile_for_placed
 from tests.bits import bits
-from tests.processes import run_two
-from tests.transforms import every_optimizer, two_processes
+from tests.transforms import every_optimizer
 
 SCALE = jmp.DynamicLossScale(16.0, period=2)
-O2 = two_processes.optimizer()
+O2 = transforms.with_loss_scale(transforms.with_master_params(optax.adam(1e-2)), SCALE)
 
 
 def make_mesh(shape=(4, 2), axis_type=AxisType.Auto, devices=None):
@@ -73,19 +71,20 @@ def test_each_array_of_a_state_lies_as_its_parameter_and_scalars_everywhere(tran
     assert {adam.count, specs.loss_scale.loss_scale, specs.skipped_steps} == {P()}
 
 
-def every_state(names, transform):
-    mesh = make_mesh((8,))
-    kernel = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("x")))
-    params = {"kernel": kernel, "bias": jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))}
-    for name in names:
-        inner = every_optimizer.TRANSFORMATIONS[name]
-        tx = transforms.with_loss_scale(inner, SCALE)
-        yield name, check_placed(transform(tx.init)(params), params, tx).inner_state
-
-
 def test_the_state_of_every_optimizer_is_placed():
-    specs = dict(every_state(every_optimizer.TRANSFORMATIONS, lambda init: init))
+    specs = specs_of(every_optimizer.TRANSFORMATIONS, lambda init: init)
     assert specs["muon"].inner_states["muon"].inner_state[0].mu["kernel"] == P("x")
+
+
+def specs_of(names, transform):
+    mesh = make_mesh((8,))
+    params = {"kernel": (jnp.ones((16, 8)), P("x")), "bias": (jnp.ones(8), P())}
+    params = {n: jax.device_put(x, NamedSharding(mesh, spec)) for n, (x, spec) in params.items()}
+    specs = {}
+    for name in names:
+        tx = transforms.with_loss_scale(every_optimizer.TRANSFORMATIONS[name], SCALE)
+        specs[name] = check_placed(transform(tx.init)(params), params, tx).inner_state
+    return specs
 
 
 # Those whose states have other shapes or paths than their parameters, or no arrays beside scalars.
@@ -95,7 +94,7 @@ UNUSUAL = """
 
 
 def test_unusual_states_are_placed_under_jit_too():
-    specs = dict(every_state(UNUSUAL, jax.jit))
+    specs = specs_of(UNUSUAL, jax.jit)
     factored = specs["adafactor"][0]
     assert factored.v["kernel"] == P("x") and factored.v_row["kernel"] == P()
     assert specs["flatten"][0].mu == P()  # one vector
@@ -105,26 +104,18 @@ def test_unusual_states_are_placed_under_jit_too():
     assert specs["inject_hyperparams"].inner_state[0].mu["kernel"] == P("x")
 
 
-def test_real_moments_of_complex_parameters_lie_as_these():
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        params = sharded(make_mesh(axis_type=axis_type), jnp.complex64)
-        tx = transforms.with_loss_scale(optax.adam(1e-3), SCALE)
-        adam = check_placed(jax.jit(tx.init)(params), params, tx).inner_state[0]
-        assert adam.nu["b"]["kernel"] == P("y", "x")
-
-
-def test_moments_that_forget_how_parameters_are_sharded_are_placed():
-    def init(params):
-        return jax.tree.map(lambda p: jnp.zeros(p.shape), params)
-
-    inner = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-    tx = transforms.with_loss_scale(inner, SCALE)
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        mesh = make_mesh(axis_type=axis_type)
-        params = sharded(mesh)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_moments_of_another_dtype_or_made_from_shapes_lie_as_their_parameters(axis_type):
+    from_shapes = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape), params), optax.identity().update
+    )
+    mesh = make_mesh(axis_type=axis_type)
+    for inner, dtype in ((optax.scale_by_adam(), jnp.complex64), (from_shapes, jnp.float16)):
+        params, tx = sharded(mesh, dtype), transforms.with_loss_scale(inner, SCALE)
         with jax.set_mesh(mesh):
-            check_placed(tx.init(params), params, tx)
-            check_placed(jax.jit(tx.init)(params), params, tx)
+            for init in (tx.init, jax.jit(tx.init)):
+                moments = check_placed(init(params), params, tx).inner_state
+                assert getattr(moments, "nu", moments)["b"]["kernel"] == P("y", "x")
 
 
 def test_states_of_an_ensemble_lie_as_the_ensemble():
@@ -161,15 +152,6 @@ def test_one_parameter_on_a_mesh_is_enough_to_place_its_state_under_jit():
     tx = transforms.with_loss_scale(optax.adam(1e-3), jmp.NoOpLossScale())
     state = jax.jit(tx.init)({"kernel": sharded, "bias": np.ones(8, np.float32)})
     assert state.inner_state[0].mu["kernel"].sharding.spec == P("x")
-
-
-def test_on_one_device_init_traces_what_it_traced_before():
-    params = {"w": jnp.ones(3, jnp.float16)}
-    program = str(jax.make_jaxpr(O2.init)(params))
-    assert "optimization_barrier" not in program and "select_n" not in program
-    state = O2.init(params)
-    kinds = {type(leaf.sharding).__name__ for leaf in jax.tree.leaves(state)}
-    assert kinds == {"SingleDeviceSharding"}
 
 
 def test_compiled_for_eight_h200s_init_makes_shards_in_no_more_kernels(h200):
@@ -251,79 +233,39 @@ def test_a_train_state_lies_where_its_parameters_lie_and_compiles_once():
         assert step(step(state)).step == 2 and step._cache_size() == 1
 
 
-def test_optimizers_of_nnx_and_states_of_equinox_lie_where_their_modules_lie():
+def test_an_optimizer_of_nnx_lies_where_its_module_lies():
     place = functools.partial(jax.device_put, device=NamedSharding(make_mesh((8,)), P("x")))
-    half = lambda leaf: place(leaf.astype(jnp.float16))
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(half, nnx.state(model)))
-    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda p: place(p.astype(jnp.float16)), nnx.state(model)))
     for create in (nnx.Optimizer, nnx.jit(nnx.Optimizer, static_argnames=("tx", "wrt"))):
         state = nnx.as_pure(create(model, tx=O2, wrt=nnx.Param).opt_state)
         assert state.inner_state.inner_state[0].mu["kernel"].sharding.spec == P("x")
         assert state.inner_state.masters["bias"].sharding.spec == P("x")
         assert state.skipped_steps.sharding.spec == P()
+    params = nnx.state(model, nnx.Param)
     check_placed(O2.init(params), params, O2)
 
-    module = eqx.filter(eqx.nn.Linear(8, 8, key=jax.random.key(0)), eqx.is_inexact_array)
-    module = jax.tree.map(half, module)
-    for init in (O2.init, eqx.filter_jit(O2.init)):
-        assert check_placed(init(module), module, O2).inner_state.masters.weight == P("x")
 
-
-def restored(folder, like, tx, name="saved"):
-    """Restores `{"params": ..., "state": ...}` where abstract parameters say."""
-    state = abstract(jax.eval_shape(tx.init, like), transforms.state_shardings(tx, like))
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / name, {"params": like, "state": state})
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A run on eight devices, and the folder that it was saved in."""
+def test_a_state_restores_on_other_devices_bit_by_bit(tmp_path):
     params = sharded(make_mesh((8, 1)))
-    params, state = train_step(O2, params, O2.init(params))
-    folder = tmp_path_factory.mktemp("sharded")
+    saved = dict(zip(("params", "state"), train_step(O2, params, O2.init(params)), strict=True))
+    devices = jax.devices()
+    meshes = [make_mesh(n, devices=devices[: n[0] * n[1]]) for n in ((2, 4), (4, 2), (2, 2))]
+    places = [jax.tree.map(lambda leaf: leaf.sharding, sharded(mesh)) for mesh in meshes]
+    places += [jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[3]), params)]
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "saved", {"params": params, "state": state})
+        checkpointer.save(tmp_path / "saved", saved)
         checkpointer.wait_until_finished()
-    return params, state, folder
+        for shardings in places:
+            like = abstract(params, shardings)
+            state = jax.eval_shape(O2.init, like)
+            state = abstract(state, transforms.state_shardings(O2, like))
+            got = checkpointer.restore(tmp_path / "saved", {"params": like, "state": state})
+            assert bits(got) == bits(saved)
+            found = jax.tree.map(lambda leaf: leaf.sharding, got["state"])
+            assert found == transforms.state_shardings(O2, got["params"])
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2), None], ids=str)
-def test_a_state_restores_on_other_devices_bit_by_bit(saved, shape):
-    params, state, folder = saved
-    if shape is None:
-        place = lambda leaf: jax.sharding.SingleDeviceSharding(jax.devices()[3])
-        shardings = jax.tree.map(place, params)
-    else:
-        mesh = make_mesh(shape, devices=jax.devices()[: shape[0] * shape[1]])
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, sharded(mesh))
-    got = restored(folder, abstract(params, shardings), O2)
-    assert bits(got) == bits({"params": params, "state": state})
-    places = jax.tree.map(lambda leaf: leaf.sharding, got["state"])
-    assert places == transforms.state_shardings(O2, got["params"])
-
-
-@pytest.mark.full
-def test_two_processes_save_a_state_that_one_restores_bit_by_bit(tmp_path):
-    run_two("tests.transforms.two_processes", tmp_path)
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    described = functools.partial(jax.ShapeDtypeStruct, sharding=one)
-    like = {name: described(*shape) for name, shape in two_processes.SHAPES.items()}
-    got = restored(tmp_path, like, O2)
-    numbers = np.load(tmp_path / "numbers.npz")
-    assert bits(got) == bits([numbers[name] for name in numbers.files])
-    assert got["state"].loss_scale.loss_scale == 32.0
-    # Rounded stochastically, in codes: what one process on one device computes itself.
-    small = restored(tmp_path, like, two_processes.small_optimizer(), "small")
-    params = {"kernel": jnp.asarray(two_processes.KERNEL), "bias": jnp.ones(8)}
-    assert bits(small) == bits(two_processes.three_small_steps(params))
-
-
-def test_parameters_without_a_place_are_refused():
-    with pytest.raises(ValueError, match=r"float32\[3\].*without a sharding at params\['w'\]"):
-        transforms.state_shardings(O2, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+def test_traced_parameters_have_no_place():
     with pytest.raises(ValueError, match="call it outside of jit"):
         jax.jit(lambda p: transforms.state_shardings(O2, p))(jnp.ones(3))
-    with pytest.raises(TypeError, match="state_shardings got tx="):
-        transforms.state_shardings(jnp.ones(3), {})

@@ -22,72 +22,50 @@ WAYS = {
     "kahan": transforms.with_kahan_summation,
 }
 SPECS = {"rows": P("x"), "columns": P(None, "y"), "both": P("y", "x"), "whole": P()}
-AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
-# "int8", which has scales of blocks, in all places; every way and type at least once.
-ROWS = [("stochastic", "rows", "bfloat16"), ("kahan", "both", "float16")]
-ROWS += [("split", "both", "float8_e4m3fn"), *(("split", spec, "int8") for spec in SPECS)]
-GROUPS = {" ".join(row): row for row in ROWS}
+# "int8", which has scales of blocks, in all places; every way and type at least once. Of Adam's two
+# moments the scales are found together.
+ADAM, TRACE = optax.adam(1e-2), optax.trace(0.9)
+ROWS = [("stochastic", "rows", "bfloat16", TRACE), ("kahan", "both", "float16", TRACE)]
+ROWS += [("split", "both", "float8_e4m3fn", TRACE), ("split", "columns", "int8", ADAM)]
+ROWS += [("split", spec, "int8", TRACE) for spec in ("rows", "both", "whole")]
 
 
-def every_group():
-    def make(way, spec, kind):
-        # Of two moments the scales are found together.
-        inner = optax.adam(1e-2) if (spec, kind) == ("columns", "int8") else optax.trace(0.9)
-        return WAYS[way](transforms.with_stored_state(inner, kind))
-
-    txs = {name: make(*of) for name, of in GROUPS.items()}
-    tx = optax.partition(txs, {name: name for name in GROUPS})
-    return transforms.with_loss_scale(tx, jmp.DynamicLossScale(16.0))
-
-
-def placed_params(axis_type):
+def placed_param(axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
-    rest = (None,) * 2 * (axis_type is AxisType.Explicit)  # types write each None, jit does not
-
-    def place(of):
-        return NamedSharding(mesh, P(*(*SPECS[of[1]], *rest)[: max(len(SPECS[of[1]]), len(rest))]))
-
+    if axis_type is AxisType.Explicit:  # types write each None, jit does not
+        spec = P(*spec, *(None,) * (2 - len(spec)))
     values = jnp.linspace(-1, 1, 16 * 1024, dtype=jnp.bfloat16).reshape(16, 1024)
-    return {name: jax.device_put(values, place(of)) for name, of in GROUPS.items()}
-
-
-def places(tree):
-    return jax.tree.map(lambda leaf: (leaf.sharding.shard_shape(leaf.shape), leaf.shape), tree)
+    return jax.device_put(values, NamedSharding(mesh, spec))
 
 
 @pytest.mark.full
-@AXIS_TYPES
-def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(axis_type):
-    tx, params = every_group(), placed_params(axis_type)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("way", "spec", "kind", "inner"), ROWS)
+def test_every_array_of_a_state_lies_as_its_parameter_and_none_is_gathered(
+    way, spec, kind, inner, axis_type
+):
+    tx = WAYS[way](transforms.with_stored_state(inner, kind))
+    tx = transforms.with_loss_scale(tx, jmp.DynamicLossScale(16.0))
+    params = placed_param(axis_type, SPECS[spec])
     goal = transforms.state_shardings(tx, params)
-    state = tx.init(params)
-    for made in (state, jax.jit(tx.init)(params)):
+    for state in (jax.jit(tx.init)(params), tx.init(params)):
         lies_in = lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim)
-        found = jax.tree.map(lies_in, made, goal)
-        assert jax.tree.all(found), found
-    groups = state.inner_state.inner_states
-    for name, (way, spec, kind) in GROUPS.items():
-        kept = groups[name].inner_state
-        is_stored = lambda node: isinstance(node, transforms.StoredArray)
-        moments = jax.tree.leaves(kept.inner_state.inner_state, is_leaf=is_stored)
-        moments = list(filter(is_stored, moments))
-        arrays = [moment.codes for moment in moments]
-        arrays += [] if way == "stochastic" else [kept[0][name]]
-        arrays += [moment.scales for moment in moments if kind == "int8"]
-        place = NamedSharding(params[name].sharding.mesh, SPECS[spec])
-        assert all(array.sharding.is_equivalent_to(place, 2) for array in arrays), name
+        assert jax.tree.all(jax.tree.map(lies_in, state, goal))
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape[1] > 1]
+    assert arrays  # codes, scales of blocks, what is kept beside: all but scales of whole rows
+    assert all(leaf.sharding.is_equivalent_to(params.sharding, 2) for leaf in arrays)
 
     def step(params, state):
-        gradients = jax.tree.map(lambda p: 16 * p, params)
-        updates, state = tx.update(gradients, state, params)
+        updates, state = tx.update(16 * params, state, params)
         return optax.apply_updates(params, updates), state
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state).compile()
     sending = "all-gather|all-to-all|collective-permute|reduce-scatter"
     sent = rf"= (\(?\w+\[[\d,]*\]).* ({sending})(?:-start)?\("
     assert re.findall(sent, compiled.as_text()) == []
+    places = lambda tree: jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), tree)
     before = places((params, state))
     for _ in range(2):  # it takes no arrays that lie elsewhere
         params, state = compiled(params, state)
@@ -150,16 +128,14 @@ def expected():
     return bits((params, state))
 
 
-def by_jit(devices):
+def by_jit(devices, run=jax.jit):
     tx = stochastic()
     _, params = on_mesh(devices, start())
-    return jax.jit(functools.partial(three_steps, tx))(params, tx.init(params))
+    return run(functools.partial(three_steps, tx))(params, tx.init(params))
 
 
 def by_eager(devices):
-    tx = stochastic()
-    _, params = on_mesh(devices, start())
-    return three_steps(tx, params, tx.init(params))
+    return by_jit(devices, run=lambda steps: steps)
 
 
 def by_shard_map(devices):
@@ -199,9 +175,11 @@ def test_inside_of_shard_map_the_parts_must_be_known_and_rows_whole():
 
 def test_values_from_the_host_are_taken_to_where_the_parameters_lie():
     _, params = on_mesh(8, {name: jnp.ones((16, 48), jnp.bfloat16) for name in TREE})
-    for store in WAYS.values():
+    for store in (transforms.with_master_params, *WAYS.values()):
         tx = store(INNER)
         values = {name: np.full((16, 48), 0.1, np.float32) for name in TREE}
         new, state = transforms.set_masters(tx.init(params), params, values)
         goal = jax.tree.map(lambda p: p.sharding, params), transforms.state_shardings(tx, params)
         assert jax.tree.map(lambda leaf: leaf.sharding, (new, state)) == goal
+    reset = transforms.reset_masters(state, jax.tree.map(np.asarray, new))
+    assert jax.tree.map(lambda leaf: leaf.sharding, reset) == goal[1]

