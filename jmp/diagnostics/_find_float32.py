@@ -40,8 +40,8 @@ from jmp.diagnostics._comparison import (
     results_and_gradients,
 )
 from jmp.diagnostics._walk import path_in_rules, scopes_path
-from jmp.loss_scaling._constant import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32

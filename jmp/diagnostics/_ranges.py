@@ -17,8 +17,16 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp._messages import described, wrong
-from jmp.diagnostics._base import Report, first_rows, split_arguments, table, totals
-from jmp.dtypes import HALF_DTYPES, floating_dtype
+from jmp.diagnostics._base import (
+    FLOAT8,
+    HALVES,
+    Report,
+    first_rows,
+    split_arguments,
+    table,
+    totals,
+)
+from jmp.dtypes import floating_dtype
 from jmp.transforms import decode_state
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
@@ -90,8 +98,6 @@ def _exponents(array: jax.Array) -> jax.Array:
     return counts.at[place].add(1, mode="promise_in_bounds")
 
 
-HALVES = tuple(map(str, HALF_DTYPES))
-FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
 FLOAT8_PRODUCT = "dot_general in float8"  # the operation of a row
 # Roles that the loss scale multiplies. A tree of values may be a tree of gradients.
 SCALED = ("gradient", "activation gradient", "value")

@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from jmp import _jax_compat
 from jmp._messages import check_number, described
-from jmp.loss_scaling._constant import StaticLossScale
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling
 from jmp.trees import PyTree

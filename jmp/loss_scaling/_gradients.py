@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jmp._messages import PrecisionWarning, check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any
-from jmp.loss_scaling._constant import StaticLossScale
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.trees import is_inexact_array
 
 P = ParamSpec("P")

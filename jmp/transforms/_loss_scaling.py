@@ -5,7 +5,7 @@ the check of gradients and of the select that compile to few kernels; in plain J
 `all_finite` and `jnp.where`.
 
 Then, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_scale` read and
-replace it, and `check_optimizer_state` refuses orders of transformations that fail.
+replace it.
 """
 
 import operator
@@ -19,14 +19,15 @@ from jax.tree_util import keystr, tree_map_with_path
 from jmp._jax_compat import is_concrete
 from jmp._messages import described
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
+from jmp.loss_scaling._scales import NoOpLossScale
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _few_kernels
 from jmp.transforms._half_parameters import kept_by_path
 from jmp.transforms._wrapping import (
     SCALES,
     Transformation,
+    check_optimizer_state,
     check_order,
     checked_inner,
     map_states,
@@ -303,27 +304,6 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
         last = {"grads_finite": jnp.array(True), "consecutive_skips": jnp.zeros([], jnp.int32)}
         state = state._replace(**in_state(last))
     return state._replace(loss_scale=in_state(new))
-
-
-def check_optimizer_state(opt_state: PyTree) -> None:
-    """Raises ValueError if an optimizer combines these transformations in an order that fails.
-
-    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
-    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
-    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
-    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
-    a chain.
-
-    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
-    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
-    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
-    transformations after loss scaling, because their steps undo on a skip what these changed.
-
-    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
-
-    >>> check_optimizer_state(())
-    """
-    check_order(opt_state)
 
 
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:

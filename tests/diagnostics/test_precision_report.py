@@ -188,9 +188,8 @@ def test_hazards():
     assert "adds up in float16" in words
     words = hazard(lambda w, x: jnp.exp(x @ w), low=["exp"])
     assert "exp at" in words and "runs in float16" in words
-    preset = jax.lax.DotAlgorithmPreset.F32_F32_F32
-    words = hazard(lambda w, x: jnp.dot(x, w, precision=preset))
-    assert "multiplies in float32: the user named the algorithm" in words
+    words = hazard(lambda w, x: jnp.abs((x + 0j) @ (w + 0j)))
+    assert "multiplies in complex64: the user chose complex64" in words
     assert hazard(loss, rules=[("haed", "float32")]) == "the rule 'haed' matched no scope"
     assert report().hazards == []
 
@@ -311,6 +310,10 @@ def test_what_was_asked_for_is_no_hazard():
     found = report(inner)
     assert found.hazards == []
     assert found.rows[0].why == "an inner autocast decided here"
+    preset = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    found = report(lambda w, x: jnp.dot(x, w, precision=preset))
+    assert found.hazards == []
+    assert found.rows[0].why == "the user named the algorithm"
 
 
 def test_shapes_may_stand_for_arrays():
@@ -406,14 +409,14 @@ def test_hazards_of_modules_that_repeat_are_printed_once():
     def function(w, x):
         for i in range(3):
             with jax.named_scope(f"layer_{i}"):
-                x = jnp.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
-        return x
+                x = (x + 0j) @ (w + 0j)
+        return jnp.abs(x)
 
     found = report(function, rules=[("haed", "float32")])
     assert len(found.hazards) == 2
     printed = str(found)
-    assert printed.count(" multiplies in float32: the user named the algorithm") == 1
-    assert "(layer_*) multiplies in float32" in printed
+    assert printed.count(" multiplies in complex64: the user chose complex64") == 1
+    assert "(layer_*) multiplies in complex64" in printed
     assert "  the rule 'haed' matched no scope" in printed
     every_row = found.table()
     assert all(f"layer_{i} " in every_row for i in range(3)) and "layer_*" not in every_row

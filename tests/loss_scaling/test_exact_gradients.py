@@ -58,7 +58,7 @@ CASES = {
 WRITTEN = {
     "scaled": "float32 5.25 float32 [84.0, 36.0, 60.0] float16 [7.0, 7.0]",
     "two steps": "float32 5.25 float32 [84.0, 36.0, 60.0] float32 [7.0, 7.0]",
-    "one step": "float32 5.25 float32 [84.0, 36.0, 60.0] float16 [7.0, 7.0]",
+    "one step": "float32 5.25 float32 [84.0, 36.0, 60.0] float32 [7.0, 7.0]",
     "aux": "float32 5.25 float32 [[3.0, 5.0], [1.0, 6.0]] "
     "float32 [84.0, 36.0, 60.0] float32 [7.0, 7.0]",
     "counts": "float32 7.5 float32 [132.0, 48.0, 48.0] float32 [10.0, 10.0]",
@@ -66,7 +66,7 @@ WRITTEN = {
     "no count": "float32 nan float32 [nan, nan, nan] float32 [nan, nan]",
     "bad": "float32 inf float32 [inf, 36.0, 60.0] float32 [inf, inf]",
     "bad left out": "float32 4.5 float32 [120.0, 48.0, 24.0] float32 [6.0, 6.0]",
-    "bad left out, one step": "float32 inf float32 [inf, 36.0, 60.0] float16 [inf, inf]",
+    "bad left out, one step": "float32 nan float32 [nan, nan, nan] float32 [nan, nan]",
     "bad left out, counts": "float32 7.5 float32 [132.0, 48.0, 48.0] float32 [10.0, 10.0]",
     "all bad": "float32 nan float32 [nan, nan, nan] float32 [nan, nan]",
     "in float16": "float32 5.25 float32 [84.0, 36.0, 60.0] float32 [7.0, 7.0]",
