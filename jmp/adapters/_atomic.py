@@ -26,6 +26,15 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     return NoOpLossScale() if scaling is None else scaling.loss_scale
 
 
+def grads_finite_in(opt_state: optax.OptState) -> jax.Array:
+    """Returns whether the last step was taken, a bool scalar; True if no gradient is checked."""
+    scaling = find_loss_scaling(opt_state)
+    if scaling is None:
+        return jnp.array(True)
+    is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
+    return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
+
+
 def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
     """Warns if functions or modules compute in float16 and the optimizer scales no loss.
 
@@ -142,9 +151,6 @@ def take_step(
     if not isinstance(tx, optax.GradientTransformation):
         expected = "an optax transformation"
         raise wrong(TypeError, "train_step", tx, expected, name="tx", more=_ORDER)
-    if isinstance(opt_state, optax.GradientTransformation):
-        expected = "what tx.init returned"
-        raise wrong(TypeError, "train_step", opt_state, expected, name="opt_state", more=_ORDER)
     check_is_scaled(opt_state, loss_fn)
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
     before, structure = jax.tree.flatten(state)
