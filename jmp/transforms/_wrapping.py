@@ -149,15 +149,23 @@ def checked_inner(inner: object, state_type: type) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def as_transformation(transformation: object, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Returns an optax transformation that takes extra arguments; `MultiSteps` objects are fine."""
-    if isinstance(transformation, optax.MultiSteps):
-        transformation = transformation.gradient_transformation()
-    if not isinstance(transformation, optax.GradientTransformation):
+def as_transformation(
+    given: object, caller: str, name: str = "inner", more: str = ""
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optax transformation that takes extra arguments; `MultiSteps` objects are fine.
+
+    Args:
+      caller, name, more: for the error, as `wrong` takes them.
+
+    Raises: TypeError for anything else.
+    """
+    if isinstance(given, optax.MultiSteps):
+        given = given.gradient_transformation()
+    if not isinstance(given, optax.GradientTransformation):
         expected = "an optax transformation, such as optax.adam(1e-3)"
-        more = " Did you forget to call it?" * inspect.isfunction(transformation)
-        raise wrong(TypeError, caller, transformation, expected, name="inner", more=more)
-    return optax.with_extra_args_support(transformation)
+        more = " Did you forget to call it?" if inspect.isfunction(given) else more
+        raise wrong(TypeError, caller, given, expected, name=name, more=more)
+    return optax.with_extra_args_support(given)
 
 
 def with_gradients(
