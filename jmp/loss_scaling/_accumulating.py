@@ -121,7 +121,7 @@ def accumulated_value_and_grad(
     def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
         """Returns what a micro-batch adds to the gradients, and its value, count and aux.
 
-        The count is None if each micro-batch counts one.
+        The count is None if each micro-batch counts one: a loop would stack ones.
         """
         count = power = None
         if weight is not None:
@@ -164,7 +164,7 @@ def accumulated_value_and_grad(
 
         if steps == 1:
             sums, terms = micro_batch(whole, kwargs, batch)
-            terms = _stacked(terms)
+            terms = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), terms)  # as a loop does
         else:
             arrays = jax.tree.map(jnp.asarray, tuple(parameters))
             start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
@@ -204,11 +204,6 @@ def _split_rows(batch: PyTree, steps: int) -> PyTree:
         return jnp.swapaxes(jnp.reshape(array, rows), 0, 1)
 
     return jax.tree.map(split, batch)
-
-
-def _stacked(tree: PyTree) -> PyTree:
-    """Returns a tree as a loop of one turn stacks it."""
-    return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 
 def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
