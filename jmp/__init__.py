@@ -27,16 +27,17 @@ from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read
 from jmp.dtypes import half_dtype
 from jmp.loss_scaling._accumulating import accumulated_value_and_grad
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._constant import NoOpLossScale, StaticLossScale
-from jmp.loss_scaling._dynamic import (
+from jmp.loss_scaling._gradients import UnscaledLossWarning, scaled_value_and_grad
+from jmp.loss_scaling._scales import (
     DynamicLossScale,
     HysteresisLossScale,
+    NoOpLossScale,
+    StaticLossScale,
     apex_loss_scale,
     deepmind_loss_scale,
     fastai_loss_scale,
     torch_loss_scale,
 )
-from jmp.loss_scaling._gradients import UnscaledLossWarning, scaled_value_and_grad
 from jmp.policy import Policy, get_policy
 from jmp.rules import PolicyRules, UnusedRuleWarning
 from jmp.sharding import gather_params

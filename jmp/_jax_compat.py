@@ -35,9 +35,9 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
-def platform_of(mesh: Any) -> str | None:
-    """Returns the platform of the devices of an abstract mesh, such as "tpu", if that is known."""
-    return getattr(getattr(mesh, "abstract_device", None), "platform", None)
+def is_of_tpus(mesh: Any) -> bool:
+    """Returns whether the devices of an abstract mesh are TPUs, if that is known."""
+    return getattr(getattr(mesh, "abstract_device", None), "platform", None) == "tpu"
 
 
 def is_divided(value: Any) -> bool:

@@ -18,13 +18,13 @@ import difflib
 import functools
 import inspect
 import itertools
+import numbers
 import os
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import UnionType
 from typing import Any
 
 import jax
@@ -88,12 +88,13 @@ def check_number(
     is_right: Callable[[Any], bool],
     *,
     name: str = "",
-    kind: type | UnionType = int | float,
+    kind: Any = numbers.Real,
 ) -> Any:
-    """Returns one number, of Python or in an array, as a Python number.
+    """Returns one number, of Python or in an array, as an int or a float.
 
     Args:
-      value: what the user gave. True and False are no numbers.
+      value: what the user gave, of any real type, such as `fractions.Fraction` and NumPy's. True
+        and False are no numbers.
       caller, expected, name: as for `wrong`.
       is_right: whether a number of this kind is taken.
       kind: int for whole numbers.
@@ -109,9 +110,11 @@ def check_number(
             f"be a plain number: {expected}."
         )
     is_scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
-    number = value.item() if is_scalar else value
+    number: Any = value.item() if is_scalar else value
     if isinstance(number, bool) or not isinstance(number, kind):
         raise wrong(TypeError, caller, value, expected, name=name)
+    if not isinstance(number, int):
+        number = float(number)
     if not is_right(number):
         raise wrong(ValueError, caller, value, expected, name=name)
     return number

@@ -9,7 +9,7 @@ A rule is a pair `(target, policy)`. Its target is one of
   - a module class, or a tuple of them (subclasses count); not in rules of `jmp.autocast`.
 A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". Names that
 begin with `~`, which Haiku puts in for the method that made a module, may be left out of a path and
-of a target: "mlp/~/linear_0" and "mlp/linear_0" are the same. A rule that matches a module holds
+of a glob: "mlp/~/linear_0" and "mlp/linear_0" are the same. A rule that matches a module holds
 for everything inside it. The first rule that matches counts. A rule that never matched is reported
 by `warn_unused`, because it may be a typo.
 
@@ -31,9 +31,6 @@ Target = str | re.Pattern[str] | type | tuple[type, ...]
 Rule = tuple[Target, str | Policy]
 
 _MOST_PATHS = 1000  # that are kept for the warning
-# Haiku's name of a method in a regular expression, such as "~/" or "~encode/", also as re.escape
-# writes it.
-_METHOD_NAME = re.compile(r"(^|/)\\?~\w*/")
 
 
 class UnusedRuleWarning(PrecisionWarning):
@@ -189,8 +186,7 @@ def _target_matches(
     if isinstance(target, re.Pattern):
         starts = [s for path in spellings for s in (_from_any_name(path) if anywhere else [path])]
         parts = [part for start in starts for part in _path_and_ancestors(start)]
-        patterns = {target, re.compile(_METHOD_NAME.sub(r"\1", target.pattern), target.flags)}
-        return any(pattern.fullmatch(part) for pattern in patterns for part in parts)
+        return any(map(target.fullmatch, parts))
     return any(issubclass(module_type, target) for module_type in module_types)
 
 

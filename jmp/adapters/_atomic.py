@@ -10,11 +10,12 @@ import optax
 
 from jmp._messages import framework_of, refuse_other_models, users_stacklevel, wrong
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.loss_scaling._gradients import UnscaledLossWarning, pair_of, scaled_value_and_grad
+from jmp.loss_scaling._scales import NoOpLossScale
 from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling
+from jmp.transforms._wrapping import as_transformation
 from jmp.trees import PyTree, is_floating, is_inexact_array, register_for_export, select_leaves
 
 T = TypeVar("T")
@@ -24,6 +25,15 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
     """Returns the loss scale in force inside an optimizer's state; a no-op if there is none."""
     scaling = find_loss_scaling(opt_state)
     return NoOpLossScale() if scaling is None else scaling.loss_scale
+
+
+def grads_finite_in(opt_state: optax.OptState) -> jax.Array:
+    """Returns whether the last step was taken, a bool scalar; True if no gradient is checked."""
+    scaling = find_loss_scaling(opt_state)
+    if scaling is None:
+        return jnp.array(True)
+    is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
+    return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
 
 
 def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
@@ -139,12 +149,8 @@ def take_step(
         `(scalar, state)`; with `has_aux` to `(scalar, aux)` or `(scalar, (state, aux))`.
       extra_args: for `tx.update`, beside the loss as `value`.
     """
-    if not isinstance(tx, optax.GradientTransformation):
-        expected = "an optax transformation"
-        raise wrong(TypeError, "train_step", tx, expected, name="tx", more=_ORDER)
-    if isinstance(opt_state, optax.GradientTransformation):
-        expected = "what tx.init returned"
-        raise wrong(TypeError, "train_step", opt_state, expected, name="opt_state", more=_ORDER)
+    # It leaves out arguments that `tx` does not take.
+    update = as_transformation(tx, "train_step", "tx", _ORDER).update
     check_is_scaled(opt_state, loss_fn)
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
     before, structure = jax.tree.flatten(state)
@@ -159,8 +165,6 @@ def take_step(
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     elif has_aux:
         loss, aux = value
-    # It leaves out arguments that `tx` does not take.
-    update = optax.with_extra_args_support(tx).update
     extra_args = {"value": loss, **(extra_args or {})}
     updates, new_opt_state = update(gradients, opt_state, params, **extra_args)
     new_params = optax.apply_updates(params, updates)

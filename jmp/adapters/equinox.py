@@ -36,7 +36,14 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
 
-__all__ = ["TrainStep", "autocast", "cast_params", "scaled_value_and_grad", "train_step"]
+__all__ = [
+    "TrainStep",
+    "apply_updates",
+    "autocast",
+    "cast_params",
+    "scaled_value_and_grad",
+    "train_step",
+]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -232,6 +239,26 @@ def train_step(
         _of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux, extra_args
     )
     return step._replace(model=eqx.combine(step.model, static))
+
+
+def apply_updates(model: T, updates: PyTree) -> T:
+    """Returns `model` with updates added, in the dtypes of its arrays.
+
+    `eqx.apply_updates` would make half arrays float32, because updates are float32.
+
+    Args:
+      model: a module, whose floating arrays are trained.
+      updates: what `tx.update` returned, with None in place of leaves that are no floating arrays.
+
+    >>> import equinox as eqx
+    >>> model = cast_params(eqx.nn.Linear(2, 1, key=jax.random.key(0)), "O2")
+    >>> updates = jax.tree.map(jnp.zeros_like, cast_to_full(eqx.filter(model, eqx.is_array)))
+    >>> apply_updates(model, updates).weight.dtype
+    dtype('float16')
+    """
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    updated: T = eqx.combine(optax.apply_updates(params, updates), static)
+    return updated
 
 
 def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:

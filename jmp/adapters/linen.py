@@ -30,15 +30,13 @@ from flax import serialization
 from flax.training import train_state
 
 from jmp._messages import described, listed, refuse_other_models, where_trees_differ, wrong
-from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
+from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
 from jmp.autocasting._autocast import Options
 from jmp.loss_scaling._base import SAVED, LossScale
-from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule
 from jmp.transforms import StoredArray
-from jmp.transforms._loss_scaling import find_loss_scaling
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.transforms._wrapping import check_order, structures_compared
@@ -315,11 +313,7 @@ class TrainState(train_state.TrainState):
         It is True before the first step, and always True if nothing is checked: without loss
         scaling and with `NoOpLossScale`, as in bfloat16.
         """
-        scaling = find_loss_scaling(self.opt_state)
-        if scaling is None:
-            return jnp.array(True)
-        is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
-        return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
+        return grads_finite_in(self.opt_state)
 
     def apply_gradients(
         self, *, grads: optax.Updates, extra_args: Mapping[str, Any] | None = None, **kwargs: Any

@@ -13,7 +13,6 @@ move together or not at all. To write such a step yourself, call `scaled_value_a
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
@@ -22,34 +21,21 @@ import optax
 from flax import nnx
 
 from jmp import transforms
-from jmp._array_calls import ArrayCall
-from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
-from jmp.adapters._atomic import check_is_scaled, keep_if_skipped, loss_scale_in
+from jmp._messages import check_function, refuse_other_models, way_out, wrong
+from jmp.adapters import _nnx_modules
+from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
-from jmp.adapters._nnx_modules import (
-    cast_in_place,
-    instances_in,
-    lift,
-    of_split_modules,
-    split_modules,
-    view_of,
-    whole_if_it_fails,
-)
-from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, or_decorator
-from jmp.autocasting._numbers import dtype_of
-from jmp.autocasting._operations import is_product
-from jmp.autocasting._propagation import walk
-from jmp.dtypes import is_half
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
-from jmp.policy import Policy, get_policy, lowered_to
+from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 
 __all__ = [
     "atomic_step",
     "autocast",
     "cast_params",
+    "grads_finite",
     "loss_scale",
     "reset_masters",
     "scaled_value_and_grad",
@@ -120,10 +106,10 @@ def _autocast(
     policies = ModulePolicies(policy, rules, options)
     refuse_other_models(model, "autocast", "model", "flax.nnx", "a model of nnx or a function")
     if isinstance(model, nnx.Module):
-        view = view_of(model, policies)
+        view = _nnx_modules.view_of(model, policies)
         policies.match_parameters(nnx.as_pure(nnx.state(model)))
         policies.rules.warn_unused()
-        cast_in_place(model)
+        _nnx_modules.cast_in_place(model)
         return view
     check_function(model, "autocast", "autocast(model, policy) or autocast(loss_fn, policy)")
     if isinstance(getattr(model, "__self__", None), nnx.Module):
@@ -131,7 +117,7 @@ def _autocast(
             f"autocast got {model.__qualname__}, a method bound to its module, whose changes would "
             f"be lost. Write autocast({model.__qualname__}, policy)(model, ...)."
         )
-    return lift(model, policies)
+    return _nnx_modules.lift(model, policies)
 
 
 def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = None) -> M:
@@ -154,7 +140,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     _check_kind("cast_params", "model", model, nnx.Module)
     stored = storage_rules(policy, rules)
     copy = nnx.clone(model)
-    cast_in_place(copy, stored.policy_for)
+    _nnx_modules.cast_in_place(copy, stored.policy_for)
     stored.warn_unused()
     return copy
 
@@ -175,6 +161,24 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     """
     _check_kind("loss_scale", "optimizer", optimizer, nnx.Optimizer)
     return loss_scale_in(nnx.as_pure(optimizer.opt_state))
+
+
+def grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
+    """Returns whether the last step of an `nnx.Optimizer` was taken, a bool scalar.
+
+    It is True before the first step, and always True if nothing is checked: without loss scaling
+    and with `NoOpLossScale`, as in bfloat16.
+
+    Raises: as `loss_scale`.
+
+    >>> from flax import nnx
+    >>> import optax
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> bool(grads_finite(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
+    True
+    """
+    _check_kind("grads_finite", "optimizer", optimizer, nnx.Optimizer)
+    return grads_finite_in(nnx.as_pure(optimizer.opt_state))
 
 
 def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
@@ -234,8 +238,7 @@ def train_step(
       ValueError for an optimizer in a wrong order. After these and all other errors nothing has
       changed.
     Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale if the model, or the
-      loss, computes in float16; `jmp.NoHalfProductWarning` for an optimizer made for a half policy
-      if all products of the loss are float32, as when the model was passed instead of its view.
+      loss, computes in float16.
 
     >>> from flax import nnx
     >>> import optax
@@ -252,42 +255,15 @@ def train_step(
     _check_kind("train_step", "model", model, nnx.Module)
     _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
     check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
-    _check_is_lowered(optimizer, loss_fn, model, args)
     argnums = nnx.DiffState(0, optimizer.wrt)
     differentiate = scaled_value_and_grad(loss_fn, loss_scale(optimizer), argnums, has_aux)
-    with _atomic(model, optimizer, instances_in(args, nnx.Module)):
+    with _atomic(model, optimizer, _nnx_modules.instances_in(args, nnx.Module)):
         value, gradients = differentiate(model, *args)
         given = {"value": value[0] if has_aux else value, **(extra_args or {})}
         # Not all of optax takes more than gradients.
         takes_more = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
         nnx.Optimizer.update(optimizer, model, gradients, **(given if takes_more else {}))
     return value
-
-
-def _check_is_lowered(
-    optimizer: nnx.Optimizer[Any], loss_fn: Callable[..., Any], model: nnx.Module, args: Any
-) -> None:
-    """Warns if an optimizer was made for a half policy, and the loss has only float32 products.
-
-    A marked function or module has something in half. Any other, such as a model whose author wrote
-    casts, is traced.
-    """
-    half = lowered_to(optimizer.tx.update)
-    if half is None or not is_half(half) or lowered_to(loss_fn) is not None:
-        return
-    if any(lowered_to(node) is not None for _, node in nnx.iter_graph(model)):
-        return
-    call = ArrayCall(of_split_modules(loss_fn), split_modules((model, *args)))
-    equations = (each.equation for each in walk(jax.make_jaxpr(call.results)(*call.arrays).jaxpr))
-    dtypes = {dtype_of(x) for e in equations if is_product(e) for x in e.invars}
-    if dtypes and not any(map(is_half, filter(None, dtypes))):
-        warnings.warn(
-            f"The optimizer was made for {half}, but all products of the loss are float32: the "
-            "model trains in float32. Pass the view, train_step(loss_fn, autocast(model, "
-            "policy), optimizer, ...), or wrap the loss with the autocast of this adapter.",
-            NoHalfProductWarning,
-            stacklevel=users_stacklevel(),
-        )
 
 
 def scaled_value_and_grad(
@@ -381,7 +357,7 @@ def _atomic(
 ) -> Iterator[None]:
     step = optimizer.step.get_value()
     before, state_before = _moved_by_a_step(model, optimizer, others)
-    with whole_if_it_fails(model, optimizer, others):
+    with _nnx_modules.whole_if_it_fails(model, optimizer, others):
         yield
         if optimizer.step.get_value() is step:
             raise ValueError(

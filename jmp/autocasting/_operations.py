@@ -180,7 +180,7 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
             if operation.why in WHY_EXACT or contracts_nothing(operation.equation):
                 continue
             reasons[_reason(operation)] += 1
-            is_surprise |= not _is_callers_wish(operation, plan)
+            is_surprise |= not is_callers_wish(operation, plan)
     if not is_surprise:
         return ""
     (why, first), *others = reasons.most_common()
@@ -216,7 +216,7 @@ def _products_out_of_sight(plan: Plan, name: str) -> str:
     found: collections.Counter[str] = collections.Counter()
     for operation in operations_of(filter(_is_unplanned, steps_of(plan))):
         is_float32 = is_product(operation.equation) and NOT_HALF.issuperset(operation.dtypes_in)
-        if is_float32 and not _is_callers_wish(operation, plan):
+        if is_float32 and not is_callers_wish(operation, plan):
             found[_jax_compat.called_name(operation.node.equation)] += 1
     if not found.total() or _no_product_is_half(plan, name):
         return ""
@@ -269,7 +269,8 @@ def _reason(operation: Operation) -> str:
     return f"inside {node.name.removesuffix('_call')}, which runs as written"
 
 
-def _is_callers_wish(operation: Operation, plan: Plan) -> bool:
+def is_callers_wish(operation: Operation, plan: Plan) -> bool:
+    """Returns whether the caller of autocast asked for the dtype, with an option or a region."""
     is_named = operation.equation.primitive.name in plan.request.settings.overrides
     regions = operation.node.region, plan.request.region(operation.scope)
     return is_named or any(region.in_float32 for region in regions)

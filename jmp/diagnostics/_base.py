@@ -18,9 +18,14 @@ from jmp import _jax_compat, adapters
 from jmp._messages import check_function, described, framework_of, listed
 from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, Program, make_program, runs_late
+from jmp.autocasting.float8 import E4M3
+from jmp.dtypes import HALF_DTYPES
 from jmp.policy import Policy, get_policy
 from jmp.rules import UnusedRuleWarning
 
+# Dtypes as reports name them: the half types, and what operands of float8 products are held in.
+HALVES = tuple(map(str, HALF_DTYPES))
+FLOAT8 = str(E4M3)
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 K = TypeVar("K", bound=Hashable)

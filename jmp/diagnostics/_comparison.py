@@ -80,7 +80,7 @@ def compare(
     [('result', '', True), ('gradient', 'w', True)]
     """
     fun = asked_function("compare(fun, policy)(*args)", fun, early, policy, options)
-    check_positive(scale, "compare", "scale", "a loss scale, above zero")
+    scale = check_positive(scale, "compare", "scale", "a loss scale, above zero")
     lowered = autocast(fun, policy, **options)
 
     def measure(*args: Any, **kwargs: Any) -> Comparison:

@@ -40,8 +40,8 @@ from jmp.diagnostics._comparison import (
     results_and_gradients,
 )
 from jmp.diagnostics._walk import path_in_rules, scopes_path
-from jmp.loss_scaling._constant import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32
@@ -120,7 +120,7 @@ def find_float32(
         tolerance = float(roundoff) * (1 if asks_of_float8 else 8)
     expected = "a relative error, above zero, such as 0.01"
     tolerance = check_positive(tolerance, "find_float32", "tolerance", expected)
-    check_positive(scale, "find_float32", "scale", "a loss scale, above zero")
+    scale = check_positive(scale, "find_float32", "scale", "a loss scale, above zero")
     given_rules = list(options.pop("rules", ()))  # an iterator can be read once
     scaled = scaled_loss(function, StaticLossScale(1.0), has_aux)
 

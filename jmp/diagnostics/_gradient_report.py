@@ -20,20 +20,13 @@ from jmp._array_calls import ArrayCall, argument_numbers
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._emit import as_if_differentiated
 from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._base import asked_function, split_arguments
-from jmp.diagnostics._ranges import (
-    FLOAT8,
-    FLOAT8_PRODUCT,
-    RangeReport,
-    exponent_of,
-    exponents,
-    row_of,
-)
+from jmp.diagnostics._base import FLOAT8, asked_function, split_arguments
+from jmp.diagnostics._ranges import FLOAT8_PRODUCT, RangeReport, exponent_of, exponents, row_of
 from jmp.diagnostics._rows import kind_of_row
 from jmp.diagnostics._walk import REPLAYED_INSIDE, replay, users_line
 from jmp.dtypes import is_half
-from jmp.loss_scaling._constant import StaticLossScale
 from jmp.loss_scaling._gradients import scaled_loss
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.policy import Policy, get_policy
 from jmp.trees import as_jax_array
 

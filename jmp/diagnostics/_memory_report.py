@@ -38,6 +38,7 @@ from jmp.diagnostics._walk import path_of, users_line
 from jmp.dtypes import is_castable
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
+from jmp.transforms._wrapping import as_transformation
 from jmp.trees import PyTree, is_array, stands_for_numbers
 
 SHOWN = 20
@@ -96,9 +97,8 @@ def memory_report(
     """
     call = "memory_report(fun, policy=policy)(*args)"
     function = asked_function(call, fun, early, policy, options)
-    if not (optimizer is None or hasattr(optimizer, "init")):
-        expected = "an optax transformation, such as optax.adam(1e-3)"
-        raise wrong(TypeError, "memory_report", optimizer, expected, name="optimizer")
+    if optimizer is not None:
+        optimizer = as_transformation(optimizer, "memory_report", "optimizer")
     if policy is not None:
         function = autocast(function, policy, **options)
 

@@ -25,6 +25,8 @@ from jmp.autocasting._passes import target_of
 from jmp.autocasting._registry import rule_for
 from jmp.autocasting._steps import steps_of
 from jmp.diagnostics._base import (
+    FLOAT8,
+    HALVES,
     Report,
     asked_function,
     grouped,
@@ -36,7 +38,6 @@ from jmp.diagnostics._base import (
     without_warnings_of_plans,
 )
 from jmp.diagnostics._memory_report import residuals
-from jmp.diagnostics._ranges import FLOAT8, HALVES
 from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, hazards_of, rows_of
 from jmp.diagnostics._walk import place_name, with_places
 from jmp.dtypes import floating_dtype
@@ -108,7 +109,8 @@ class PrecisionReport(Report):
       hazards: sentences that ask you to act, such as on a sum in half; usually empty. Repeated
         modules share a sentence.
       policy: the policy, as text.
-      platform: the platform of the plan, "gpu" or "tpu"; see `platform=` of `jmp.autocast`.
+      platform: which hardware the plan is for, "tpu", or "gpu", whose plan a CPU has too; see
+        `platform=` of `jmp.autocast`.
       decisions: what else autocast does, by place: forms of equations that move fewer bytes, and
         masks that are held within float16's range.
 

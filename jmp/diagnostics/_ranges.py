@@ -14,11 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jmp._messages import described, wrong
-from jmp.diagnostics._base import Report, first_rows, split_arguments, table, totals
-from jmp.dtypes import HALF_DTYPES, floating_dtype
+from jmp.diagnostics._base import (
+    FLOAT8,
+    HALVES,
+    Report,
+    first_rows,
+    split_arguments,
+    table,
+    totals,
+)
+from jmp.dtypes import floating_dtype
 from jmp.transforms import decode_state
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
@@ -56,20 +65,8 @@ def exponents(array: jax.Array) -> jax.Array:
     >>> counts[-3:].tolist()
     [1, 1, 0]
     """
-    mesh = jax.typeof(array).sharding.mesh
-    if not mesh.explicit_axes:
-        return _exponents(array)
-    # If types name shardings, a scatter asks for the sharding of its result.
-    replicated = jax.sharding.PartitionSpec()
-    with jax.sharding.use_abstract_mesh(mesh):
-        count = jax.sharding.auto_axes(_exponents, axes=mesh.explicit_axes, out_sharding=replicated)
-        counts: jax.Array = count(array)
-    return counts
-
-
-def _exponents(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return _exponents(array.real) + _exponents(array.imag)
+        return exponents(array.real) + exponents(array.imag)
     if array.dtype.itemsize == 1:
         array = array.astype(np.float32)  # exact: all of them are normal float32 numbers, or e8m0
     counted = counted_exponents(array.dtype)
@@ -87,11 +84,12 @@ def _exponents(array: jax.Array) -> jax.Array:
     place = jnp.where(stored == 2**info.nexp - 1, special, exponent - counted.start)
     place = jnp.where(magnitude == 0, places, place)
     counts = jnp.zeros(places + SPECIAL, jax.dtypes.canonicalize_dtype(np.int64))
-    return counts.at[place].add(1, mode="promise_in_bounds")
+    # If types name shardings, a scatter asks for the sharding of its result.
+    mesh = jax.typeof(array).sharding.mesh
+    whole = NamedSharding(mesh, PartitionSpec()) if mesh.explicit_axes else None
+    return counts.at[place].add(1, mode="promise_in_bounds", out_sharding=whole)
 
 
-HALVES = tuple(map(str, HALF_DTYPES))
-FLOAT8 = "float8_e4m3fn"  # of operands of products, as reports name it
 FLOAT8_PRODUCT = "dot_general in float8"  # the operation of a row
 # Roles that the loss scale multiplies. A tree of values may be a tree of gradients.
 SCALED = ("gradient", "activation gradient", "value")

@@ -16,13 +16,12 @@ from jax.extend.core import JaxprEqn
 from jmp.autocasting._equations import is_inner_product
 from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import Shape, length_of, size_of
-from jmp.autocasting._operations import Operation, decisions_of, is_product
-from jmp.autocasting._precision import precision_of
+from jmp.autocasting._operations import Operation, decisions_of, is_callers_wish, is_product
+from jmp.autocasting._precision import asked_for, precision_of
 from jmp.autocasting._products import WHY_EXACT
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan, Single, steps_of
-from jmp.diagnostics._base import grouped
-from jmp.diagnostics._ranges import FLOAT8, HALVES
+from jmp.diagnostics._base import FLOAT8, HALVES, grouped
 from jmp.diagnostics._walk import module_and_line, place_name
 
 # Nobody can change the channels of an image; cuDNN has kernels of its own for them.
@@ -232,9 +231,6 @@ PRODUCTS: dict[str, Callable[[Any, Shape, Shape, int], Product]] = {
 
 # Hazards.
 
-# Reasons of float32 products that the user asked for, or that belong to no network.
-DELIBERATE = ("the user asked", "an inner autocast", "asked for by", *WHY_EXACT)
-
 # Tensor cores read 16 bytes at a time: eight half numbers, or sixteen in float8.
 MULTIPLES = {**dict.fromkeys(HALVES, 8), FLOAT8: 16}
 # Smaller products take less time than their launch, whatever their sizes.
@@ -249,7 +245,8 @@ SHARE = 0.01
 def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iterator[str]:
     """Yields the hazards of a plan, in the order of a report; operations and rows are its own."""
     half = str(plan.request.settings.compute_dtype)
-    yield from in_the_wrong_dtype(added_up(rows, with_repeated=True))
+    unasked = (one for one in operations if not is_deliberate(one, plan))
+    yield from in_the_wrong_dtype(added_up(rows_of(unasked), with_repeated=True))
     yield from lost_digits(plan, half)
     yield from in_other_half(rows, half)
     yield from dear_in_float32(rows)
@@ -257,6 +254,16 @@ def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iter
         yield f"the rule {rule} matched no scope"
     yield from odd_sizes(operations)
     yield from no_float8(rows)
+
+
+def is_deliberate(operation: Operation, plan: Plan) -> bool:
+    """Returns whether a product is in float32 because somebody asked for it, or it is exact."""
+    is_asked_for = (
+        is_callers_wish(operation, plan)
+        or operation.node.region.is_decided
+        or bool(asked_for(operation.equation))
+    )
+    return is_product(operation.equation) and (is_asked_for or operation.why in WHY_EXACT)
 
 
 def in_the_wrong_dtype(rows: list[Row]) -> Iterator[str]:
@@ -268,9 +275,7 @@ def in_the_wrong_dtype(rows: list[Row]) -> Iterator[str]:
         elif row.kind == "exponential" and in_half:
             yield f"{_at(row)} runs in {row.dtype_in}: it overflows, or loses all digits"
         elif row.kind == "product" and not (
-            row.dtype_in in (*HALVES, FLOAT8)
-            or row.precision == "HIGHEST"
-            or row.why.startswith(DELIBERATE)
+            row.dtype_in in (*HALVES, FLOAT8) or row.precision == "HIGHEST"
         ):
             yield f"{_at(row)} multiplies in {row.dtype_in}: {row.why}"
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp import _jax_compat
 from jmp._messages import check_number, described
-from jmp.loss_scaling._constant import StaticLossScale
+from jmp.diagnostics._base import check_numbers
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling
 from jmp.trees import PyTree
@@ -87,11 +87,7 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
     check_number(limit, "check_skips", expected, lambda n: n >= 1, name="limit", kind=int)
     state = _scaling(opt_state, "check_skips")
     counts = jnp.asarray(state.consecutive_skips)  # an nnx.Optimizer holds it in a Variable
-    if not _jax_compat.is_concrete(counts):
-        raise TypeError(
-            "check_skips got a traced state: it raises, which a compiled step cannot. Call it on "
-            "the state that the step returns, outside of jit."
-        )
+    check_numbers([counts], "check_skips", "the state that a step returned, outside of jit")
     skips = np.asarray(counts)
     if skips.max(initial=0) < limit:
         return

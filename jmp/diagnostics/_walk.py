@@ -132,12 +132,7 @@ OnResults = Callable[[JaxprEqn, str, list[Any]], list[Any]]
 REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"})
 
 
-def replay(
-    jaxpr: Any,
-    operands: Sequence[Any],
-    on_results: OnResults = lambda equation, path, results: results,
-    path: str = "",
-) -> list[Any]:
+def replay(jaxpr: Any, operands: Sequence[Any], on_results: OnResults, path: str = "") -> list[Any]:
     """Returns the outputs of a jaxpr, which is closed, or open without constants.
 
     Its equations are bound under whatever trace is current, so that it may be differentiated,

@@ -18,12 +18,7 @@ from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, check_number, described, listed, shape_text, wrong
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
-from jmp.loss_scaling._gradients import (
-    check_loss_scale,
-    check_parameters,
-    scaled_loss,
-    scaled_value_and_grad,
-)
+from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
 from jmp.sharding._axes import agreed, axis_names, made_varying
 from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
@@ -90,8 +85,8 @@ def accumulated_value_and_grad(
       scaled*, at least float32: hand them to `jmp.transforms.with_loss_scale`. Aux: the aux of all
       micro-batches, on each device its own, stacked along a new first axis of `steps`; nothing in
       it is averaged or left out. With `steps=1` there is no loop, and without `weight` and
-      `reduce_axes` value and gradients equal the ones of `scaled_value_and_grad` bit by bit, half
-      gradients too.
+      `reduce_axes` value and gradients have the numbers of `scaled_value_and_grad`, exactly; half
+      gradients come in float32.
 
     Raises:
       TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or `reduce_axes`
@@ -122,12 +117,11 @@ def accumulated_value_and_grad(
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
     trained = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
-    whole_batch = scaled_value_and_grad(fun, loss_scale, argnums, has_aux)
 
     def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
         """Returns what a micro-batch adds to the gradients, and its value, count and aux.
 
-        The count is None if each micro-batch counts one.
+        The count is None if each micro-batch counts one: a loop would stack ones.
         """
         count = power = None
         if weight is not None:
@@ -158,9 +152,6 @@ def accumulated_value_and_grad(
         _check_rows(_leaves_of(args, places), steps)
         _check_mapped(axes)
         _check_same_along(axes, _leaves_of(args, trained))
-        if steps == 1 and weight is None and not axes:
-            result, gradients = whole_batch(*args, **kwargs)
-            return (result[0], _stacked(result[1])) if has_aux else result, gradients
         # Parameters vary along the axes, or each turn would reduce gradients over them.
         varying = functools.partial(made_varying, axes=axes)
         parameters = [jax.tree.map(varying, args[number]) for number in trained]
@@ -173,7 +164,7 @@ def accumulated_value_and_grad(
 
         if steps == 1:
             sums, terms = micro_batch(whole, kwargs, batch)
-            terms = _stacked(terms)
+            terms = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), terms)  # as a loop does
         else:
             arrays = jax.tree.map(jnp.asarray, tuple(parameters))
             start = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype_of(x)), arrays)
@@ -213,11 +204,6 @@ def _split_rows(batch: PyTree, steps: int) -> PyTree:
         return jnp.swapaxes(jnp.reshape(array, rows), 0, 1)
 
     return jax.tree.map(split, batch)
-
-
-def _stacked(tree: PyTree) -> PyTree:
-    """Returns a tree as a loop of one turn stacks it."""
-    return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 
 def _divided(total: jax.Array, count: jax.Array) -> jax.Array:

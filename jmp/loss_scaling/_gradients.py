@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jmp._messages import PrecisionWarning, check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
 from jmp.loss_scaling._base import LossScale, array_if_any
-from jmp.loss_scaling._constant import StaticLossScale
+from jmp.loss_scaling._scales import StaticLossScale
 from jmp.trees import is_inexact_array
 
 P = ParamSpec("P")
@@ -83,17 +83,15 @@ def scaled_value_and_grad(
     >>> float(value), float(scaled_gradient)
     (9.0, 48.0)
     """
-    check_function(
-        fun, "scaled_value_and_grad", "scaled_value_and_grad(loss_fn, loss_scale)(*args)"
-    )
-    check_loss_scale(loss_scale, "scaled_value_and_grad")
-    value_and_grad = jax.value_and_grad(
-        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
-    )
+    caller = "scaled_value_and_grad"
+    check_function(fun, caller, f"{caller}(loss_fn, loss_scale)(*args)")
+    check_loss_scale(loss_scale, caller)
+    scaled = scaled_loss(fun, loss_scale, has_aux)
+    value_and_grad = jax.value_and_grad(scaled, argnums, has_aux=True)
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
-        check_parameters(args, argnums, "scaled_value_and_grad")
+        check_parameters(args, argnums, caller)
         (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
         return ((value, aux), gradients) if has_aux else (value, gradients)
 

@@ -38,7 +38,6 @@ from jmp.transforms._half_parameters import (
 )
 from jmp.transforms._loss_scaling import (
     WithLossScaleState,
-    check_optimizer_state,
     loss_scale_state,
     set_loss_scale,
     with_loss_scale,
@@ -52,6 +51,7 @@ from jmp.transforms._stored_state import (
     encode_state,
     with_stored_state,
 )
+from jmp.transforms._wrapping import check_optimizer_state
 
 __all__ = [
     "StoredArray",

@@ -56,7 +56,8 @@ def clip_by_global_norm(
             "a number above zero, such as 1.0, or infinity to clip nothing: a negative norm turns "
             "gradients round, and with zero nothing trains"
         )
-        check_number(max_norm, "clip_by_global_norm", expected, lambda n: n > 0, name="max_norm")
+        caller, is_right = "clip_by_global_norm", lambda n: n > 0
+        max_norm = check_number(max_norm, caller, expected, is_right, name="max_norm")
     axis_names(axis_name, "axis_name", "clip_by_global_norm")
     on_one_device = optax.clip_by_global_norm(max_norm)
 

@@ -25,6 +25,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype
+from jmp.transforms import _wrapping
 from jmp.transforms._few_kernels import count_by_size, in_kernels_of_parameters, in_order_of_axes
 from jmp.transforms._rounding import (
     RandomBits,
@@ -33,16 +34,6 @@ from jmp.transforms._rounding import (
     rounded,
     rounded_by,
     widened,
-)
-from jmp.transforms._wrapping import (
-    STORES_PARAMETERS,
-    Transformation,
-    caller_of,
-    checked_inner,
-    register_wrapper,
-    states_at,
-    transformation,
-    with_gradients,
 )
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path
 
@@ -115,7 +106,7 @@ def stored_by(
     inner: optax.GradientTransformation | optax.MultiSteps,
     dtype: DTypeLike = jnp.float32,
     bits: RandomBits | None = None,
-) -> Transformation[Any]:
+) -> _wrapping.Transformation[Any]:
     """Returns the transformation that runs `inner` in float32 and stores what comes out.
 
     The arrays that are kept beside the parameters form a tree like theirs.
@@ -127,8 +118,8 @@ def stored_by(
       dtype: of the values that `inner` sees.
       bits: where the storage's random bits come from; None for one that rounds to the nearest.
     """
-    storage, caller = STORAGES[state_type], caller_of(state_type)
-    optimizer = checked_inner(inner, state_type)
+    storage, caller = STORAGES[state_type], _wrapping.caller_of(state_type)
+    optimizer = _wrapping.checked_inner(inner, state_type)
 
     def first_beside(path: tuple[Any, ...], param: Any) -> Any:
         if not needs_master(param):
@@ -159,7 +150,7 @@ def stored_by(
         # Run the optimizer on the values.
         old = jax.tree.map(value_of, params, state[0])
         gradients = cast_to_at_least_float32(in_order_of_axes(updates))
-        extra_args = with_gradients(extra_args, updates, gradients)
+        extra_args = _wrapping.with_gradients(extra_args, updates, gradients)
         full_updates, inner_state = optimizer.update(
             gradients, state.inner_state, old, **extra_args
         )
@@ -182,7 +173,7 @@ def stored_by(
         new_state = state_type(kept, *count, inner_state)
         return half_updates, in_kernels_of_parameters(new_state, params, half_updates)
 
-    return transformation(init, update, state_type)
+    return _wrapping.transformation(init, update, state_type)
 
 
 def _check_stored_as_in_init(params: optax.Params, kept: PyTree, caller: str) -> None:
@@ -194,8 +185,9 @@ def _check_stored_as_in_init(params: optax.Params, kept: PyTree, caller: str) ->
             raise ValueError(
                 f"{caller} got params{path} of dtype {leaf.dtype}; when `init` was called it had "
                 f"{had} dtype. Keep the dtype in updates (optax.apply_updates does, "
-                "eqx.apply_updates does not), cast the parameters as they were stored then "
-                "(cast_params of the adapters), or call init again."
+                "apply_updates of jmp.adapters.equinox too, eqx.apply_updates not), cast the "
+                "parameters as they were stored then (cast_params of the adapters), or call init "
+                "again."
             )
 
 
@@ -207,7 +199,7 @@ def kept_by_path(opt_state: optax.OptState) -> dict[str, tuple[Any, ParameterSto
     """
     return {
         keystr(path): (beside, STORAGES[type(state)])
-        for state, _ in states_at(opt_state, STORES_PARAMETERS)
+        for state, _ in _wrapping.states_at(opt_state, _wrapping.STORES_PARAMETERS)
         for path, beside in tree_leaves_with_path(state[0], is_leaf=is_kept)
     }
 
@@ -220,7 +212,7 @@ def is_kept(node: object) -> bool:
 # The four ways.
 
 
-@register_wrapper("with_master_params", STORES_PARAMETERS)
+@_wrapping.register_wrapper("with_master_params", _wrapping.STORES_PARAMETERS)
 class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
@@ -244,7 +236,7 @@ class WithMasterParamsState(NamedTuple):
 def with_master_params(
     inner: optax.GradientTransformation | optax.MultiSteps,
     master_dtype: DTypeLike = jnp.float32,
-) -> Transformation[WithMasterParamsState]:
+) -> _wrapping.Transformation[WithMasterParamsState]:
     """Keeps float32 masters of half parameters in the optimizer's state.
 
     In float16 1 + 0.0001 is 1, in bfloat16 even 1 + 0.001: small updates vanish. The masters take
@@ -313,7 +305,7 @@ class Masters(ParameterStorage):
         return beside
 
 
-@register_wrapper("with_split_masters", STORES_PARAMETERS)
+@_wrapping.register_wrapper("with_split_masters", _wrapping.STORES_PARAMETERS)
 class WithSplitMastersState(NamedTuple):
     """State of `with_split_masters`.
 
@@ -335,7 +327,7 @@ class WithSplitMastersState(NamedTuple):
 
 def with_split_masters(
     inner: optax.GradientTransformation | optax.MultiSteps,
-) -> Transformation[WithSplitMastersState]:
+) -> _wrapping.Transformation[WithSplitMastersState]:
     """Keeps float32 masters of bfloat16 parameters in two bytes more a parameter.
 
     As `with_master_params`, in 12 bytes a parameter with Adam's moments instead of 14. From the
@@ -442,7 +434,7 @@ def _signed_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-@register_wrapper("with_kahan_summation", STORES_PARAMETERS)
+@_wrapping.register_wrapper("with_kahan_summation", _wrapping.STORES_PARAMETERS)
 class WithKahanSummationState(NamedTuple):
     """State of `with_kahan_summation`.
 
@@ -464,7 +456,7 @@ class WithKahanSummationState(NamedTuple):
 
 def with_kahan_summation(
     inner: optax.GradientTransformation | optax.MultiSteps,
-) -> Transformation[WithKahanSummationState]:
+) -> _wrapping.Transformation[WithKahanSummationState]:
     """Keeps what rounding took from half parameters, in an array of their own dtype.
 
     The rest that a parameter lacks is added to the next update (Kahan 1965), so that updates below
@@ -506,7 +498,7 @@ class KahanSummation(ParameterStorage):
         return param.astype(jnp.float32) + beside.astype(jnp.float32)
 
 
-@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS)
+@_wrapping.register_wrapper("with_stochastic_rounding", _wrapping.STORES_PARAMETERS)
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
@@ -533,7 +525,7 @@ def with_stochastic_rounding(
     seed: int = 0,
     *,
     specs: PyTree = None,
-) -> Transformation[WithStochasticRoundingState]:
+) -> _wrapping.Transformation[WithStochasticRoundingState]:
     """Trains half parameters without masters: an update rounds them up or down by chance.
 
     The chance of either neighbour is such that the mean of the result is the float32 value (Gupta

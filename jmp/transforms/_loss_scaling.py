@@ -5,7 +5,7 @@ the check of gradients and of the select that compile to few kernels; in plain J
 `all_finite` and `jnp.where`.
 
 Then, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_scale` read and
-replace it, and `check_optimizer_state` refuses orders of transformations that fail.
+replace it.
 """
 
 import operator
@@ -17,30 +17,18 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp._jax_compat import is_concrete
-from jmp._messages import described
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._constant import NoOpLossScale
 from jmp.loss_scaling._gradients import check_loss_scale
+from jmp.loss_scaling._scales import NoOpLossScale
 from jmp.sharding._axes import AxisName, agreed, axis_names
-from jmp.transforms import _few_kernels
+from jmp.transforms import _few_kernels, _wrapping
 from jmp.transforms._half_parameters import kept_by_path
-from jmp.transforms._wrapping import (
-    SCALES,
-    Transformation,
-    check_order,
-    checked_inner,
-    map_states,
-    register_wrapper,
-    states_at,
-    transformation,
-    with_gradients,
-)
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 S = TypeVar("S")
 
 
-@register_wrapper("with_loss_scale", SCALES)
+@_wrapping.register_wrapper("with_loss_scale", _wrapping.SCALES)
 class WithLossScaleState(NamedTuple):
     """State of `with_loss_scale`.
 
@@ -73,7 +61,7 @@ def with_loss_scale(
     loss_scale: LossScale,
     *,
     axis_name: AxisName = "auto",
-) -> Transformation[WithLossScaleState]:
+) -> _wrapping.Transformation[WithLossScaleState]:
     """Wraps an optimizer so that it takes scaled gradients and skips steps that overflowed.
 
     `update` casts the gradients to at least float32, unscales them with the state's scale, checks
@@ -126,7 +114,7 @@ def with_loss_scale(
     >>> float(updates), bool(state.grads_finite)
     (-0.5, True)
     """
-    optimizer = checked_inner(inner, WithLossScaleState)
+    optimizer = _wrapping.checked_inner(inner, WithLossScaleState)
     check_loss_scale(loss_scale, "with_loss_scale")
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
@@ -137,7 +125,7 @@ def with_loss_scale(
         seen = _seen_by_inner(params, inner_state)
         if any(map(operator.is_not, jax.tree.leaves(seen), jax.tree.leaves(params))):
             inner_state = optimizer.init(seen)
-        check_order(inner_state, params)
+        _wrapping.check_order(inner_state, params)
         return WithLossScaleState(
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             grads_finite=jnp.array(True),
@@ -156,7 +144,7 @@ def with_loss_scale(
 
         # Run `inner`, as if the gradients were finite.
         seen = _seen_by_inner(params, old)
-        extra_args = with_gradients(extra_args, updates, gradients)
+        extra_args = _wrapping.with_gradients(extra_args, updates, gradients)
         new_updates, new = optimizer.update(gradients, old, seen, **extra_args)
         if isinstance(scale, NoOpLossScale):
             return new_updates, state._replace(inner_state=new)
@@ -187,7 +175,7 @@ def with_loss_scale(
         # After the selects: they return other arrays than those that parameters are computed from.
         return new_updates, _few_kernels.in_kernels_of_parameters(new_state, params, new_updates)
 
-    return transformation(init, update, WithLossScaleState)
+    return _wrapping.transformation(init, update, WithLossScaleState)
 
 
 def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.Params:
@@ -225,7 +213,7 @@ def loss_scale_state(opt_state: PyTree) -> WithLossScaleState | None:
     >>> loss_scale_state(()) is None
     True
     """
-    check_optimizer_state(opt_state)
+    _wrapping.check_optimizer_state(opt_state)
     return find_loss_scaling(opt_state)
 
 
@@ -261,11 +249,6 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
     >>> state.loss_scale
     StaticLossScale(loss_scale=512.0)
     """
-    if not isinstance(new, LossScale):
-        raise TypeError(
-            f"set_loss_scale got {described(new)} as the new scale; expected a loss scale such as "
-            "jmp.torch_loss_scale(). The order is set_loss_scale(opt_state, new)."
-        )
     check_loss_scale(new, "set_loss_scale")
     if find_loss_scaling(opt_state) is None:
         raise ValueError(
@@ -274,7 +257,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
             "tx = with_loss_scale(inner, new), and put the old state into a fresh one: "
             "tx.init(params)._replace(inner_state=opt_state)."
         )
-    return map_states(lambda state: _with_scale(state, new), opt_state, SCALES)
+    return _wrapping.map_states(lambda state: _with_scale(state, new), opt_state, _wrapping.SCALES)
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
@@ -305,31 +288,10 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
     return state._replace(loss_scale=in_state(new))
 
 
-def check_optimizer_state(opt_state: PyTree) -> None:
-    """Raises ValueError if an optimizer combines these transformations in an order that fails.
-
-    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
-    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
-    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
-    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
-    a chain.
-
-    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
-    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
-    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
-    transformations after loss scaling, because their steps undo on a skip what these changed.
-
-    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
-
-    >>> check_optimizer_state(())
-    """
-    check_order(opt_state)
-
-
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:
     """Returns the state of loss scaling, also if a transformation with a state comes after it.
 
     For steps that undo, on a skip, what came after; see `transforms.check_optimizer_state`.
     """
-    check_order(opt_state, undone_on_a_skip=True)
-    return next((state for state, _ in states_at(opt_state, SCALES)), None)
+    _wrapping.check_order(opt_state, undone_on_a_skip=True)
+    return next((state for state, _ in _wrapping.states_at(opt_state, _wrapping.SCALES)), None)

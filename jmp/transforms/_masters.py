@@ -15,6 +15,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from jmp import _jax_compat
 from jmp._messages import described
+from jmp.transforms import _wrapping
 from jmp.transforms._half_parameters import (
     STORAGES,
     ParameterStorage,
@@ -23,15 +24,6 @@ from jmp.transforms._half_parameters import (
     kept_by_path,
 )
 from jmp.transforms._rounding import needs_master, rounded
-from jmp.transforms._wrapping import (
-    ROOT,
-    STORES_PARAMETERS,
-    check_half_ones_are_seen,
-    check_is_state,
-    check_nothing_changes_masters,
-    holds_a_state,
-    map_states,
-)
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
 S = TypeVar("S")
@@ -56,7 +48,7 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     dtype('float32')
     """
     given = _leaves_checked(opt_state, params, "masters")
-    check_nothing_changes_masters(opt_state)
+    _wrapping.check_nothing_changes_masters(opt_state)
     values = {
         path: compiled(storage.value)(given[path], beside)
         for path, (beside, storage) in kept_by_path(opt_state).items()
@@ -155,7 +147,7 @@ def follow_replaced(opt_state: S, params: PyTree, before: PyTree) -> tuple[PyTre
     kept = kept_by_path(opt_state)
     if not given or not all(map(is_array, given.values())):
         return params, opt_state  # None and shardings describe a tree, or stand for one
-    if ROOT in kept and ROOT not in given:
+    if _wrapping.ROOT in kept and _wrapping.ROOT not in given:
         _check_all_given(opt_state, given, "replace(params=...)")
     for path, (beside, _) in kept.items():
         if path not in given or getattr(beside, "shape", given[path].shape) != given[path].shape:
@@ -183,13 +175,13 @@ def _leaves_checked(opt_state: optax.OptState, params: PyTree, caller: str) -> d
     Raises: TypeError for an optimizer in the place of its state, and for either in the place of
       parameters; ValueError if the state has masters of other parameters.
     """
-    check_is_state(opt_state)
-    if holds_a_state(params):
+    _wrapping.check_is_state(opt_state)
+    if _wrapping.holds_a_state(params):
         raise TypeError(
             f"{caller} got {described(params)} as the parameters. The order is {caller}(opt_state, "
             "params)."
         )
-    check_half_ones_are_seen(opt_state, params)
+    _wrapping.check_half_ones_are_seen(opt_state, params)
     given = leaves_by_path(params)
     _check_all_given(opt_state, given, caller)
     return given
@@ -249,4 +241,4 @@ def _map_kept(function: Callable[[str, Any, Any], Any], opt_state: S) -> S:
         )
         return state._replace(**{state._fields[0]: mapped})
 
-    return map_states(in_state, opt_state, STORES_PARAMETERS)
+    return _wrapping.map_states(in_state, opt_state, _wrapping.STORES_PARAMETERS)

@@ -11,9 +11,8 @@ import optax
 from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
 from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._constant import NoOpLossScale
-from jmp.loss_scaling._dynamic import torch_loss_scale
-from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
+from jmp.loss_scaling._scales import NoOpLossScale, torch_loss_scale
+from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms import _half_parameters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
@@ -96,7 +95,6 @@ def mixed_precision(
         raise wrong(ValueError, "mixed_precision", masters, expected, name="masters")
     tx = with_loss_scale(store(inner), loss_scale, axis_name=axis_name)
     if masters == "none":
-        mark_lowered(tx.update, policy.compute_dtype)
         return tx
 
     def init(params: optax.Params) -> WithLossScaleState:
@@ -110,7 +108,7 @@ def mixed_precision(
         _refuse_without_master(params, state, policy)
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init, mark_lowered(update, policy.compute_dtype))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:

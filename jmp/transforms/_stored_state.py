@@ -18,6 +18,7 @@ from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning, glob_matches
 from jmp.sharding._axes import mapped_axes, names_by_dimension
+from jmp.transforms import _wrapping
 from jmp.transforms._encodings import (
     KINDS,
     LEAST_SCALE,
@@ -29,20 +30,12 @@ from jmp.transforms._encodings import (
 from jmp.transforms._few_kernels import chunks
 from jmp.transforms._placement import BOX, parameter_path
 from jmp.transforms._rounding import RandomBits
-from jmp.transforms._wrapping import (
-    STORES_STATE,
-    Transformation,
-    checked_inner,
-    register_wrapper,
-    transformation,
-    with_gradients,
-)
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
 
 CALLER = "with_stored_state"
 
 
-@register_wrapper(CALLER, STORES_STATE)
+@_wrapping.register_wrapper(CALLER, _wrapping.STORES_STATE)
 class WithStoredStateState(NamedTuple):
     """State of `with_stored_state`.
 
@@ -78,7 +71,7 @@ def with_stored_state(
     seed: int = 0,
     rounding: str = "stochastic",
     specs: PyTree = None,
-) -> Transformation[WithStoredStateState]:
+) -> _wrapping.Transformation[WithStoredStateState]:
     """Stores the state of an optimizer in one or two bytes a number, and computes it in float32.
 
     Each step decodes the state to float32, runs `inner`, and encodes what comes out. So the numbers
@@ -130,7 +123,7 @@ def with_stored_state(
     >>> state.inner_state[0].mu["w"].codes.dtype
     dtype(bfloat16)
     """
-    optimizer = checked_inner(inner, WithStoredStateState)
+    optimizer = _wrapping.checked_inner(inner, WithStoredStateState)
     given: Any = stored
     is_one_dtype = isinstance(given, str) or not isinstance(given, Iterable)
     rules = [("*", "*", _kind(given))] if is_one_dtype else list(map(_checked_rule, given))
@@ -148,7 +141,7 @@ def with_stored_state(
         updates: Any, state: WithStoredStateState, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithStoredStateState]:
         gradients, seen = cast_to_at_least_float32((updates, params))
-        extra_args = with_gradients(extra_args, updates, gradients)
+        extra_args = _wrapping.with_gradients(extra_args, updates, gradients)
 
         def run(inner_state: PyTree) -> tuple[optax.Updates, PyTree]:
             decoded = decode_state(inner_state)
@@ -179,7 +172,7 @@ def with_stored_state(
             tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
         )
 
-    return transformation(init, update, WithStoredStateState)
+    return _wrapping.transformation(init, update, WithStoredStateState)
 
 
 def is_stored(node: object) -> bool:

@@ -5,8 +5,8 @@
    placed on the devices of the parameters; the second gets arguments that were checked.
 2. A state of ours may lie in a chain, in a group of `optax.partition`, or in another wrapper's
    state. `states_at` finds it, with what it lies in.
-3. `_refuse_inside` and `check_order` refuse the orders of transformations that fail: the first what
-   lies inside of a transformation of ours, the second what lies around it.
+3. `_refuse_inside` and `check_optimizer_state` refuse the orders of transformations that fail: the
+   first what lies inside of a transformation of ours, the second what lies around it.
 """
 
 import collections
@@ -149,15 +149,23 @@ def checked_inner(inner: object, state_type: type) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def as_transformation(transformation: object, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Returns an optax transformation that takes extra arguments; `MultiSteps` objects are fine."""
-    if isinstance(transformation, optax.MultiSteps):
-        transformation = transformation.gradient_transformation()
-    if not isinstance(transformation, optax.GradientTransformation):
+def as_transformation(
+    given: object, caller: str, name: str = "inner", more: str = ""
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optax transformation that takes extra arguments; `MultiSteps` objects are fine.
+
+    Args:
+      caller, name, more: for the error, as `wrong` takes them.
+
+    Raises: TypeError for anything else.
+    """
+    if isinstance(given, optax.MultiSteps):
+        given = given.gradient_transformation()
+    if not isinstance(given, optax.GradientTransformation):
         expected = "an optax transformation, such as optax.adam(1e-3)"
-        more = " Did you forget to call it?" * inspect.isfunction(transformation)
-        raise wrong(TypeError, caller, transformation, expected, name="inner", more=more)
-    return optax.with_extra_args_support(transformation)
+        more = " Did you forget to call it?" if inspect.isfunction(given) else more
+        raise wrong(TypeError, caller, given, expected, name=name, more=more)
+    return optax.with_extra_args_support(given)
 
 
 def with_gradients(
@@ -321,6 +329,27 @@ def _refuse_inside(inner_state: optax.OptState, state_type: type) -> None:
             "outermost, then one that stores the parameters, then with_stored_state, each at most "
             f"once.{way}"
         )
+
+
+def check_optimizer_state(opt_state: PyTree) -> None:
+    """Raises ValueError if an optimizer combines these transformations in an order that fails.
+
+    Those orders are: anything before loss scaling in a chain, which would see scaled gradients;
+    a transformation with a state after it, which a skip would not stop; loss scaling twice, or
+    inside `partition`, `masked`, `apply_if_finite`, `MultiSteps` and the like; anything chained
+    after masters, or masters inside `lookahead` and others that change updates. `named_chain` is
+    a chain.
+
+    A transformation sees its own part of the state, so neither `init` nor `update` can refuse these
+    orders in a training step of your own: call this once, with `tx.init(params)`. `masters` checks
+    the orders of masters, `loss_scale_state` all. The adapters call it too. They accept
+    transformations after loss scaling, because their steps undo on a skip what these changed.
+
+    Raises: ValueError for such an order; TypeError for an optimizer in the place of its state.
+
+    >>> check_optimizer_state(())
+    """
+    check_order(opt_state)
 
 
 def check_order(

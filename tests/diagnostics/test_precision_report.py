@@ -296,6 +296,10 @@ def test_what_was_asked_for_is_no_hazard():
     found = report(inner)
     assert found.hazards == []
     assert found.rows[0].why == "an inner autocast decided here"
+    preset = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    found = report(lambda w, x: jnp.dot(x, w, precision=preset))
+    assert found.hazards == []
+    assert found.rows[0].why == "the user named the algorithm"
 
 
 def test_a_gpt2_is_printed_in_40_lines_whatever_its_layers():
@@ -349,14 +353,16 @@ def test_modules_that_repeat_make_one_row(rows, expected):
 
 def test_hazards_of_modules_that_repeat_are_printed_once():
     def function(w, x):
-        with jax.default_matmul_precision("F32_F32_F32"):
-            return repeated(w, x)
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = (x + 0j) @ (w + 0j)
+        return jnp.abs(x)
 
     found = report(function, rules=[("haed", "float32")])
     assert len(found.hazards) == 2
     printed = str(found)
-    assert printed.count(" multiplies in float32: the user named the algorithm") == 1
-    assert "(layer_*) multiplies in float32" in printed
+    assert printed.count(" multiplies in complex64: the user chose complex64") == 1
+    assert "(layer_*) multiplies in complex64" in printed
     assert "  the rule 'haed' matched no scope" in printed
     every_row = found.table()
     assert all(f"layer_{i} " in every_row for i in range(3)) and "layer_*" not in every_row

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -300,7 +301,18 @@ def test_an_integer_scale_or_floor_warns_once(scale_class, integer):
 # The static scale
 
 
-@pytest.mark.parametrize("number", [512, 512.0, np.float16(512), np.int64(512), jnp.float32(512)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        512,
+        512.0,
+        np.float16(512),
+        np.longdouble(512),
+        np.int64(512),
+        jnp.float32(512),
+        Fraction(512),
+    ],
+)
 def test_a_static_scale_is_a_python_float(number):
     assert type(jmp.StaticLossScale(number).loss_scale) is float
     assert jmp.StaticLossScale(number) == jmp.StaticLossScale(512.0)

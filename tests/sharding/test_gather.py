@@ -299,7 +299,7 @@ def test_each_collective_has_the_dtype_asked(options, sent, wrapped):
 
 
 def test_a_tpu_adds_up_while_it_sends(monkeypatch):
-    monkeypatch.setattr(_gather, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(_gather, "is_of_tpus", lambda mesh: True)
     found = collectives(*gradients_of([(512, 256)], P("data")))
     assert found == {("all_gather", "bf16"): 1, ("reduce_scatter", "f32"): 1}
     found = collectives(*gradients_of([(512, 256)], P("data"), send_dtype="bfloat16"))

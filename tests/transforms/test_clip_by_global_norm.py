@@ -1,6 +1,7 @@
 """`transforms.clip_by_global_norm`: the norm of all shards, where each device holds some."""
 
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -132,10 +133,12 @@ def test_gradients_that_are_still_to_be_added_up_are_refused(name):
     assert updates["w"].shape == (4, 4)
 
 
-@pytest.mark.parametrize("max_norm", [1, np.float64(5), jnp.bfloat16(2), jnp.int32(3), np.inf])
+@pytest.mark.parametrize(
+    "max_norm", [1, Fraction(5, 2), np.float64(5), jnp.bfloat16(2), jnp.int32(3), np.inf]
+)
 def test_numbers_of_all_kinds_and_infinity_are_taken_as_optax_takes_them(max_norm):
     updates = {"w": jnp.float32([3.0, 4.0])}
-    expected = clipped_by(optax.clip_by_global_norm(max_norm), updates)
+    expected = clipped_by(optax.clip_by_global_norm(float(max_norm)), updates)
     assert_equal(clipped_by(transforms.clip_by_global_norm(max_norm), updates), expected)
 
 
