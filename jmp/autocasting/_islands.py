@@ -66,19 +66,18 @@ def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
     return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
 
 
-def is_differentiated(nodes: Iterable[Node]) -> bool:
-    """Returns whether nodes are part of a derivative that is taken inside the function."""
-    return any(_jax_compat.is_differentiated(node.stack) for node in nodes)
-
-
-def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
-    """Decides if an island is computed again, from its reductions and its largest value.
+def is_small(nodes: Iterable[Node], times: int) -> bool:
+    """Returns whether an island saves too little to be computed otherwise than it stands.
 
     Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
     """
-    largest = times * max(v.size for node in nodes for v in node.outputs)
+    return times * max(v.size for node in nodes for v in node.outputs) < SMALL
+
+
+def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
+    """Decides if an island is computed again, from its reductions and sizes (see `is_small`)."""
     # Each order of derivatives would compute again what is part of one.
-    if is_differentiated(nodes):
+    if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
         return False
     reduces_rows = any(node.rule.reduces and is_row_reduction(node) for node in nodes)
     expensive = [node for node in nodes if node.rule.expensive]
@@ -88,7 +87,7 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
         producers = (value.producer for value in entering(nodes))
         reads_rows = any(node and node.rule.looks_up for node in producers)
         return reduces_rows or bool(expensive) or not reads_rows
-    if asked == "none" or largest < SMALL:
+    if asked == "none" or is_small(nodes, times):
         return False
     sums = [node for node in nodes if node.name == "reduce_sum"]
     if not cuts.isdisjoint(nodes):

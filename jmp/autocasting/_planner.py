@@ -98,8 +98,7 @@ class Planner(Level):
         settings, cuts = self.context.request.settings, self.facts.cuts
         times = self.context.times
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
-        # Where the loss differentiates, XLA would store the float32 cotangent of a bias, too.
-        if not is_recomputed and not _islands.is_differentiated(nodes):
+        if not is_recomputed and _islands.is_small(nodes, times):
             return [self._island(nodes, why, is_recomputed)]
         front, rest = _islands.peel(nodes, self.storage)
         if not rest:  # an island that is linear throughout stays what it is, float32
