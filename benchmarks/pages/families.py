@@ -24,9 +24,14 @@ BYTES, TEMP, KERNELS = "bytes_moved", "temp_bytes", "kernels"
 MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
-    "forces": "values of the first derivative are float32, which keeps digits that half loses",
+    "forces": (
+        "softplus is stored in float32, because its derivative subtracts it from what it was "
+        "computed from"
+    ),
     "neural-ode": "the state of the loop, to which each turn adds, is float32",
-    "fourier-operator": "what the inverse Fourier transform returns is stored in float32",
+    "fourier-operator": (
+        "what the Fourier transforms of the backward pass read is float32, by hand partly half"
+    ),
     "densenet": (
         "the last norm, which only a mean reads, is stored in float32, and so is the input, which "
         "many layers read"

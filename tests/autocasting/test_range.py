@@ -38,6 +38,10 @@ def square_of_sum(h):
     return h.sum() ** 2
 
 
+def autocorrelation(h, power):
+    return 1 + jnp.abs(jnp.fft.irfft(power(jnp.fft.rfft(h[:, 0])), ROWS))
+
+
 # How a number is made of the result of a product `h` (ROWS, WIDTH) of standard deviation 30, or of
 # arguments, many rows of ones and their count: one for each row, or one for all of them.
 WAYS = {
@@ -56,6 +60,8 @@ WAYS = {
     "sum that is selected": lambda h, *_: jnp.where(h[:, 0] > 0, jnp.abs(h).sum(), 1e5),
     "softplus of a square": lambda h, *_: jax.nn.softplus((9 * h[:, 0]) ** 2),
     "prefix sum": lambda h, *_: lax.associative_scan(jnp.add, jnp.abs(h).sum(-1)),
+    "autocorrelation": lambda h, *_: autocorrelation(h, lambda f: jnp.abs(f) ** 2),
+    "autocorrelation, conjugate": lambda h, *_: autocorrelation(h, lambda f: f * f.conj()),
     "in a jit": lambda h, *_: jax.jit(lambda h: jnp.abs(h).sum(), inline=False)(h),
     "in a loop": lambda h, *_: lax.scan(added_row, 1.0, jnp.abs(h))[0],
     "in a branch": lambda h, *_: lax.cond(h[0, 0] > 0, square_of_sum, jnp.sum, jnp.abs(h)),
