@@ -30,7 +30,7 @@ from jmp.autocasting._facts import (
     multiplied_values,
     reaching,
 )
-from jmp.autocasting._graph import Carry, Inside, Node, Value, reached
+from jmp.autocasting._graph import Inside, Node, Value, reached
 from jmp.autocasting._kinds import Level
 from jmp.autocasting._steps import Plan, Single
 
@@ -65,7 +65,7 @@ def carried_in_half(
       condition: of a while loop.
     """
     graph = inside.graph
-    triples = zip(carries_of(inside).values(), graph.outputs, node.outputs, strict=False)
+    triples = zip(inside.carries.values(), graph.outputs, node.outputs, strict=False)
     carries = list(itertools.starmap(_Carry, triples))
     # In a turn, or in one that follows.
     multiplied = reaching(inside, [], holds_product, lambda _: False)
@@ -94,16 +94,10 @@ def carried_in_half(
     return InHalf(in_half, is_buffer)
 
 
-def carries_of(inside: Inside) -> dict[int, Value]:
-    """Returns the inputs of a function inside that are carries, by their numbers, in order."""
-    pairs = zip(inside.arguments, inside.inputs, strict=True)
-    return {argument.number: v for argument, v in pairs if isinstance(argument, Carry)}
-
-
 def _asked(condition: Inside, half: np.dtype) -> set[int]:
     """Returns the numbers of the carries that the condition of a loop reads."""
     read = exposed_values(condition.graph, condition.graph.outputs, half)
-    return {number for number, value in carries_of(condition).items() if value in read}
+    return {number for number, value in condition.carries.items() if value in read}
 
 
 def dtypes_of_carries(

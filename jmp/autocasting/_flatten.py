@@ -27,6 +27,7 @@ from jmp.autocasting._products import (
     scaled_before,
     why_exact,
 )
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request
 from jmp.dtypes import FLOAT32
@@ -54,11 +55,11 @@ def graph_of(
       request: see `Request`.
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
-    wrapping = products_that_wrap(graph)
-    for node in graph.all_nodes():
-        node.is_wrapped = node in wrapping
-        if node.is_wrapped and reads_inputs(node) and node.name not in request.settings.overrides:
+    for node in products_that_wrap(graph):
+        node.is_wrapped = True
+        if reads_inputs(node) and node.name not in request.settings.overrides:
             node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+    for node in graph.all_nodes():
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
         if not node.goes_inside:
             node.params = in_regions(node, request)
@@ -156,16 +157,28 @@ class _Flattening:
             if looks_up_once(equation, operands):
                 equation = equation.replace(params={**equation.params, "unique_indices": True})
                 rule = rule_of(equation, settings)
+        holds = _jax_compat.holds_functions(equation)
+        inner = tuple(inner_equations(equation)) if holds else None
         known = _known_result(equation, rule, operands, settings.compute_dtype)
-        known = known._replace(provenance=provenance_of_results(equation, rule, operands))
-        place, stays = len(self.nodes), is_marker(equation)
-        read = tuple(operands)
-        node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
+        provenance = provenance_of_results(equation, inner, rule, operands)
+        node = Node(
+            equation,
+            tuple(operands),
+            known._replace(provenance=provenance),
+            stack,
+            scope,
+            around,
+            rule,
+            region,
+            index=len(self.nodes),
+            inner=inner,
+            is_marker=is_marker(equation, inner or ()),
+        )
         node.is_in_full = settings.overrides.get(node.name) is Category.FULL
         is_whole = node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL
         if not is_whole and has_kind(node.name) and not kind_of(node.name).runs_as_written:
             node.goes_inside = True
-        inner_products = node.goes_inside and contains_products(equation, settings)
+        inner_products = node.goes_inside and contains_products(inner or (), settings)
         node.has_products = node.is_product or inner_products
         self.nodes.append(node)
         return node

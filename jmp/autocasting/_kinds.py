@@ -84,12 +84,13 @@ class Level:
 
     def destinations(self, node: Node) -> list[Destination]:
         """Returns where the results of a node that is planned inside go."""
+        holds_loop = any(each.primitive.name in ("scan", "while") for each in node.inner or ())
         return [
             Destination(
                 feeds=value in self.facts.feeds,
                 carried=value in self.facts.carried,
                 rounded=self.storage.is_multiplied(value, value.users),
-                exposed=value in self.exposed,
+                exposed=holds_loop and value in self.exposed,
             )
             for value in node.outputs
         ]

@@ -107,7 +107,7 @@ def magnitude_of_source(value: Value) -> Magnitude:
 
 def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
     """Returns the magnitudes of a node's results, given those of its operands."""
-    if inside := _of_results_inside(node, operands):
+    if node.insides and (inside := _of_results_inside(node, operands)):
         return inside
     found = _of_result(node, operands) if node.outputs else None
     if found is None:

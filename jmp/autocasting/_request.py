@@ -16,6 +16,7 @@ Equinox open none by themselves: the adapters open one for each call of a module
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -87,7 +88,7 @@ class Settings:
             )
         object.__setattr__(self, "rules", _checked_rules(self.rules, self.compute_dtype))
 
-    @property
+    @functools.cached_property
     def compute_dtype(self) -> np.dtype:
         """The dtype of products: float16 or bfloat16; float32 if nothing is to be lowered."""
         return np.dtype(self.policy.compute_dtype)

@@ -37,10 +37,10 @@ def find_sent(level: Level) -> set[Node]:
     found: set[Node] = set()
     for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
-        is_full = node.rule.category is Category.FULL  # by the user's word
+        if not (is_first or any(value.producer in found for value in node.inputs)):
+            continue
         if (
-            (is_first or any(value.producer in found for value in node.inputs))
-            and not is_full
+            node.rule.category is not Category.FULL  # by the user's word
             and level.facts.dependent.isdisjoint(node.outputs)
             and all(v.is_float32 and _only_products_read(v, *readers) for v in node.outputs)
         ):

@@ -6,8 +6,8 @@ says how it is lowered by a function that the rule or pass that wants it so atta
 knows that function.
 """
 
+import collections
 import enum
-import graphlib
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
@@ -291,15 +291,20 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
         needs[after].add(before)
     ends = {producers[value] for value in outputs if value in producers}
     ends.update(i for i, step in enumerate(steps) if any(n.is_marker for n in nodes_of(step)))
-    needed = reached(ends, needs.__getitem__)
-    sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
-    sorter.prepare()  # it raises if an island is not convex, which depths rule out
-    ready: list[tuple[int, int]] = []
+    needed = set(reached(ends, needs.__getitem__))
+    waits = {index: len(needs[index]) for index in needed}
+    readers: dict[int, list[int]] = collections.defaultdict(list)
+    for index in needed:
+        for before in needs[index]:
+            readers[before].append(index)
+    ready = [(place[index], index) for index in needed if not waits[index]]
+    heapq.heapify(ready)
     order = []
-    while sorter.is_active():
-        for index in sorter.get_ready():
-            heapq.heappush(ready, (place[index], index))
+    while ready:  # no step waits for ever: islands are convex, because of depths
         _, first = heapq.heappop(ready)
         order.append(steps[first])
-        sorter.done(first)
+        for reader in readers[first]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (place[reader], reader))
     return order
