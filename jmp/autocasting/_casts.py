@@ -20,7 +20,7 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.astype(dtype)
     with on_mesh_of(value):
-        return lax.convert_element_type(value, dtype)
+        return _jax_compat.convert(value, dtype)
 
 
 def on_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:

@@ -111,8 +111,12 @@ def is_marker(equation: JaxprEqn, inner: Iterable[JaxprEqn]) -> bool:
     Args:
       inner: the equations inside it.
     """
-    names = (each.primitive.name for each in (equation, *inner))
-    return bool(equation.effects) or any(is_foreign(n) and not has_kind(n) for n in names)
+    return bool(equation.effects) or any(map(_is_of_others, (equation, *inner)))
+
+
+def _is_of_others(equation: JaxprEqn) -> bool:
+    name = equation.primitive.name
+    return is_foreign(name) and not has_kind(name)
 
 
 def draws_bits(equation: JaxprEqn) -> bool:

@@ -182,8 +182,9 @@ def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 
 def _takes_maximum(node: Node) -> bool:
-    inside = node.equations if node.holds_functions else ()
-    return node.name == "reduce_max" or any(e.primitive.name == "reduce_max" for e in inside)
+    if node.name == "reduce_max":
+        return True
+    return node.holds_functions and any(e.primitive.name == "reduce_max" for e in node.equations)
 
 
 def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:

@@ -148,7 +148,8 @@ class _Flattening:
         stack: Any,
         around: tuple[JaxprEqn, ...],
     ) -> Node:
-        settings, scope = self._request.settings, self._scope + stack
+        settings = self._request.settings
+        scope = self._scope + stack if self._scope.stack else stack
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := why_exact(equation, operands):

@@ -42,14 +42,14 @@ class Value:
     users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
 
     def __post_init__(self) -> None:
-        self.dtype = dtype_of(self)
+        self.dtype, shape = dtype_of(self), shape_of(self)
         self.is_inexact = is_inexact(self)
         self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
-        self.provenance = self.known.provenance.of(self)
+        made_of = self.known.provenance  # as if it were floating
+        self.provenance = made_of if self.is_inexact else min(made_of, ValueProvenance.INTEGERS)
         # The value of the outermost level that comes in here; the value itself if it is no input.
         self.origin: Value = self if self.outside is None else self.outside.origin
         self.constant, self.fits_half, self.is_extreme, source, *_ = self.known
-        shape = shape_of(self)
         self.source = shape if source is None else source  # the shape of what it repeats
         self.size = size_of(shape)  # how many elements it has
         self.source_size = self.size if source is None else min(self.size, size_of(source))
@@ -148,6 +148,7 @@ class Node:
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
+        self.read(self.inputs)
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
         self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
@@ -156,10 +157,11 @@ class Node:
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
 
-    @property
-    def inexact(self) -> list[Value]:
-        """Its operands without indices, masks and sizes, which carry no precision."""
-        return [value for value in self.inputs if value.is_inexact]
+    def read(self, inputs: Sequence[Value]) -> None:
+        """Sets its operands, while the graph is made."""
+        self.inputs = tuple(inputs)
+        # Without indices, masks and sizes, which carry no precision.
+        self.inexact = [value for value in inputs if value.is_inexact]
 
     @property
     def reads_float32(self) -> bool:

@@ -35,10 +35,6 @@ class ValueProvenance(enum.IntEnum):
     INPUTS = 4  # floating inputs, other arrays that the program closes over, random numbers
     PRODUCTS = 5  # results of products, or something unknown
 
-    def of(self, value: Any) -> "ValueProvenance":
-        """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return self if is_inexact(value) else min(self, ValueProvenance.INTEGERS)
-
 
 class Known(NamedTuple):
     """A value's numbers, as far as they are known."""
@@ -69,6 +65,7 @@ def length_of(dimension: Any) -> int:
     return dimension if isinstance(dimension, int) else UNKNOWN
 
 
+@functools.cache  # it is asked for every value
 def size_of(shape: Shape) -> int:
     """Returns the number of elements; dimensions that are symbols count as `UNKNOWN`."""
     return math.prod([n if isinstance(n, int) else UNKNOWN for n in shape])

@@ -109,7 +109,7 @@ def provenance_of_results(
     rule: Rule,
     operands: Sequence[Value],
 ) -> ValueProvenance:
-    """Returns what an equation's floating results are made of; others: see `ValueProvenance.of`.
+    """Returns what an equation's floating results are made of; others: see `Value`.
 
     Args:
       inner: the equations inside it; None if it holds no function.
@@ -260,13 +260,13 @@ def _with_scaled_operands(product: Node, scaling: _Scaling) -> list[Node]:
     node, place, powers = scaling
     factor, base = node.inputs[place], 2.0 if node.name == "div" else 0.5
     rest = _number_like(factor, (factor.constant or 0.0) * base**-powers)
-    node.inputs = tuple(rest if i == place else value for i, value in enumerate(node.inputs))
+    node.read([rest if i == place else value for i, value in enumerate(node.inputs)])
     added, operands = [], list(product.inputs)
     for side, power in enumerate(((powers + 1) // 2, powers // 2)):
         if power:
             added.append(_with_factor(product, side, node, _number_like(factor, base**power)))
             (operands[side],) = added[-1].outputs
-    product.inputs = tuple(operands)
+    product.read(operands)
     for each in added:
         (value, _), (scaled,) = each.inputs, each.outputs
         scaled.users.append(product)

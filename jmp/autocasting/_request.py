@@ -196,7 +196,8 @@ class Request:
         asked = {name: getattr(settings.policy, name) for name in others}
         default = Policy(np.float32, half, half, **asked)
         self.policy_rules = settings.rules_of_modules or PolicyRules(settings.rules, default)
-        self._found: dict[Any, Region] = {}
+        self._found: dict[Any, Region] = {}  # by name stack
+        self._of_policies: dict[Policy, Region] = {}
 
     def region(self, stack: Any) -> Region:
         """Returns what holds under a name stack."""
@@ -211,7 +212,12 @@ class Request:
         if FULL_PRECISION in names:
             return Region(in_float32=True)
         policy = self._policy_for(names)
-        _check_dtype(policy, self._half, described("/".join(names)))
+        if policy not in self._of_policies:
+            _check_dtype(policy, self._half, described("/".join(names)))
+            self._of_policies[policy] = self._region_of(policy)
+        return self._of_policies[policy]
+
+    def _region_of(self, policy: Policy) -> Region:
         if policy.compute_dtype == self._half:
             reduce_dtype = policy.reduce_dtype or self.settings.policy.reduce_dtype
             return Region(
