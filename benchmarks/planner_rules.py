@@ -76,11 +76,11 @@ def _all_values(graph: Any, _: Any) -> set[Any]:
     return set(filter(is_inexact, {*graph.inputs, *graph.outputs, *values}))
 
 
-def _neutral_values_decide(value: Any, node: Any, inside: Any, storage: Any) -> str:
+def _neutral_values_decide(value: Any, node: Any, inside: Any, level: Any) -> str:
     is_open = value.is_float32 and value.producer not in inside and value.constant is None
-    if is_open and value not in storage.facts.dependent:
+    if is_open and value not in level.facts.dependent:
         return "a float32 operand"
-    return WHY_OPERAND(value, node, inside, storage)
+    return WHY_OPERAND(value, node, inside, level)
 
 
 def _island_with(**changed: Any) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ RULES = [
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
     Rule("weights are summed after turns", {"kinds.scan.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
-    Rule("islands leave half", {"_storage.Storage.leaves_half": lambda *_: False}),
+    Rule("islands leave half", {"_level.Level.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),
     Rule("what is carried is not rounded", {"_facts.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_facts._is_embedding": lambda *_: False}),
@@ -135,7 +135,7 @@ RULES = [
             "_planner._half_arithmetic": lambda _: Arithmetic.HALF,
         },
     ),
-    Rule("masks saturate", {"_storage.Storage.may_be_mask": lambda *_: False}),
+    Rule("masks saturate", {"_level.Level.may_be_mask": lambda *_: False}),
     Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
     Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),

@@ -31,7 +31,7 @@ from jmp.autocasting._facts import (
     reaching,
 )
 from jmp.autocasting._graph import Inside, Node, Value, reached
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._steps import Plan, Single
 
 

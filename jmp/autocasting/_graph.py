@@ -44,7 +44,7 @@ class Value:
     def __post_init__(self) -> None:
         self.dtype, shape = dtype_of(self), shape_of(self)
         self.is_inexact = is_inexact(self)
-        self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
+        self.is_float32 = self.dtype == FLOAT32  # as traced; `Level` says what it is stored in
         made_of = self.known.provenance  # as if it were floating
         self.provenance = made_of if self.is_inexact else min(made_of, ValueProvenance.INTEGERS)
         # The value of the outermost level that comes in here; the value itself if it is no input.

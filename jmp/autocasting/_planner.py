@@ -13,7 +13,8 @@ import numpy as np
 from jmp.autocasting import _islands, _sending
 from jmp.autocasting._facts import compared_values
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import Level, has_kind, kind_of
+from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import (
     add_masks,
     move_with_wide_gradient,
@@ -52,22 +53,22 @@ class Planner(Level):
         at_depth: dict[int, tuple[list[Node], list[Node]]] = {}  # fusible nodes, and barriers
         for node in self.graph.nodes:
             if node not in self.facts.depths:
-                self.storage.measure(node)
+                self.measure(node)
                 steps.append(self._neutral(node, node in sent))
             else:
                 is_barrier = not node.is_fusible or node in self.facts.embeddings
                 at_depth.setdefault(self.facts.depths[node], ([], []))[is_barrier].append(node)
         for _, (fusible, barriers) in sorted(at_depth.items()):
             for node in (*fusible, *barriers):
-                self.storage.measure(node)
+                self.measure(node)
             for nodes in _islands.group(fusible, self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers)
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
-        reads = tuple(map(self.storage.dtype, self.graph.inputs))
+        reads = tuple(map(self.dtype, self.graph.inputs))
         ordered = tuple(_islands.with_keys(runnable_order(steps, self.graph.outputs)))
-        infos = tuple(map(self.storage.info, self.graph.outputs))
+        infos = tuple(map(self.info, self.graph.outputs))
         return Plan(self.graph, reads, ordered, infos, self.context.request)
 
     # Components of fusible nodes.
@@ -78,7 +79,7 @@ class Planner(Level):
         if not why:
             return [self._by_itself(node) for node in nodes]
         asked = self.context.request.settings.recompute
-        single = _islands.half_between(nodes, why, self.storage, asked)
+        single = _islands.half_between(nodes, why, self, asked)
         if not single:
             return self._undivided(nodes, why)
         steps: list[Step] = []
@@ -91,7 +92,7 @@ class Planner(Level):
 
     def _why(self, nodes: Sequence[Node]) -> dict[Node, str]:
         inside = set(nodes)
-        reasons = ((node, why_float32(node, inside, self.storage)) for node in nodes)
+        reasons = ((node, why_float32(node, inside, self)) for node in nodes)
         return {node: reason for node, reason in reasons if reason}
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
@@ -100,13 +101,13 @@ class Planner(Level):
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
         if not is_recomputed:
             return [self._island(nodes, why, is_recomputed)]
-        front, rest = _islands.peel(nodes, self.storage)
+        front, rest = _islands.peel(nodes, self)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
         return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
 
     def _island(self, nodes: list[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
-        storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
+        outputs, own = set(self.graph.outputs), set(nodes)
         values = (value for node in nodes for value in node.outputs)
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
         entering = _islands.entering(nodes)
@@ -118,8 +119,8 @@ class Planner(Level):
         return Island(
             nodes=tuple(nodes),
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in entering if v not in numbers),
-            writes=tuple(storage.leaving(value, own) for value in leaving),
+            reads=tuple(Read(v, self.dtype(v)) for v in entering if v not in numbers),
+            writes=tuple(self.leaving(value, own) for value in leaving),
             is_recomputed=is_recomputed,
             shares_casts=is_recomputed and _islands.normalises_rows(nodes, self.facts.cuts),
             common_scopes=_islands.common_scopes_of(nodes),
@@ -148,13 +149,13 @@ class Planner(Level):
                 return self._single(node, Arithmetic.FLOAT32, why)
             return self._product(node)
         # Neutral operands by themselves do not make it half.
-        is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
-        is_half = is_led and not why_float32(node, set(), self.storage)
+        is_led = any(v in self.facts.dependent and self.is_half(v) for v in node.inputs)
+        is_half = is_led and not why_float32(node, set(), self)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     def _embedding(self, node: Node) -> Single:
         """Returns a lookup whose rows are half, unless nothing bounds them."""
-        held = map(self.storage.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
+        held = map(self.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
         if any(each.exceeds_half for each in held):
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if not _sending.may_be_sent(node):
@@ -166,7 +167,7 @@ class Planner(Level):
 
     def _product(self, node: Node) -> Single:
         """Returns a half product; parameters, or its result, are float32 if sums need it."""
-        magnitudes = list(map(self.storage.magnitude, node.inputs))
+        magnitudes = list(map(self.magnitude, node.inputs))
         is_asked, is_dot = _sending.asks_for_wide(node, self.facts), node.name == "dot_general"
         # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
         if is_wide := is_asked and is_dot:
@@ -177,7 +178,7 @@ class Planner(Level):
         single = single._replace(reads_offset=offset)
         if why := self._why_float32_result(node, magnitudes):
             single = single._replace(why=f"{single.why}; {why}", stores=(FLOAT32,))
-            self.storage.store(node.outputs, single.stores)
+            self.store(node.outputs, single.stores)
         if not (is_wide or why):
             return single
         in_half = partial(multiply_in_half, self.half)
@@ -192,7 +193,7 @@ class Planner(Level):
         sums = magnitude_of_sums(product, *magnitudes)
         if not (sums.exceeds_half and self._may_keep_sums(product)):
             return ""
-        self.storage.bound(product.outputs, [sums])
+        self.bound(product.outputs, [sums])
         return WHY_SMALL
 
     def _may_keep_sums(self, product: Node) -> bool:
@@ -211,7 +212,7 @@ class Planner(Level):
         in_float8 = product.region.multiplies_in_float8
         if self.half != np.float16 or not is_small or is_layer or in_float8:
             return False
-        return result not in self._scores and not self.storage.is_multiplied(result, result.users)
+        return result not in self._scores and not self.is_multiplied(result, result.users)
 
     # Single equations, and how they read.
 
@@ -221,7 +222,7 @@ class Planner(Level):
         if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
-            is_first = _sending.sends(node) and not any(map(self.storage.is_half, node.inputs))
+            is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
             single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
             return single._replace(lowering=send_in_half) if is_first else single
         if not _sending.sends(node):
@@ -230,7 +231,7 @@ class Planner(Level):
         single = self._wide(node, _sending.WHY_SENT)
         lowering = partial(move_with_wide_gradient, self.half, None, True)
         stores = tuple(value.dtype for value in node.outputs)
-        self.storage.store(node.outputs, stores)
+        self.store(node.outputs, stores)
         return single._replace(stores=stores, lowering=lowering)
 
     def _reverses_kernel(self, node: Node) -> bool:
@@ -250,10 +251,9 @@ class Planner(Level):
 
     def _wide(self, node: Node, why: str) -> Single:
         """Returns a step in half that reads parameters in float32, for the sake of gradients."""
-        facts, storage = self.facts, self.storage
         single = self._single(node, Arithmetic.HALF, why)
         reads = [
-            Read(v, FLOAT32 if v not in facts.dependent and not storage.is_half(v) else read.dtype)
+            Read(v, read.dtype if v in self.facts.dependent or self.is_half(v) else FLOAT32)
             for v, read in zip(node.inputs, single.reads, strict=True)
         ]
         return single._replace(reads=tuple(reads))
@@ -267,10 +267,10 @@ class Planner(Level):
             reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
             params = with_default(node)
         if arithmetic is Arithmetic.FLOAT32:
-            stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
+            stores = tuple(self.rounded_by_rule(v) or v.dtype for v in node.outputs)
         else:
             stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
-        self.storage.store(node.outputs, stores)
+        self.store(node.outputs, stores)
         masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
         lowering = partial(add_masks, masks) if masks else None
         return Single(node, arithmetic, why or node.rule.reason, reads, params, stores, lowering)
@@ -286,7 +286,7 @@ class Planner(Level):
             return Read(value, None)
         repeats = node.rule.elementwise and value.size < node.outputs[0].size
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
-        return Read(value, self.half, shape, self.storage.is_mask_of(node, value))
+        return Read(value, self.half, shape, self.is_mask_of(node, value))
 
     @cached_property
     def _scores(self) -> Set[Value]:

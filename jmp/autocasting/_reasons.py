@@ -6,10 +6,10 @@ Reasons of products are in `_precision.py`, `_products.py` and `_equations.py`.
 from collections.abc import Set
 
 from jmp.autocasting._graph import Node, Value, are_same, downstream, root
+from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import fits
 from jmp.autocasting._precision import NEVER_HALF
 from jmp.autocasting._registry import Category
-from jmp.autocasting._storage import Storage
 from jmp.dtypes import FLOAT32
 
 OFFSET = "beside the number that is added a half type has few digits left"
@@ -25,12 +25,12 @@ def why_region(node: Node) -> str:
     return "the user asked for float32 here" if node.region.in_float32 else ""
 
 
-def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
+def why_float32(node: Node, inside: Set[Node], level: Level) -> str:
     """Returns why a node requires float32.
 
     Args:
       inside: the nodes of its component, whose results are not decided yet.
-      storage: what is decided of values from outside.
+      level: what is decided of values from outside.
     """
     rule = node.rule
     if node.region.in_float32:
@@ -44,17 +44,17 @@ def why_float32(node: Node, inside: Set[Node], storage: Storage) -> str:
             return "a square, whose range a half type does not hold"
         if _cancels(node):
             return "near its bound, 1 minus a bounded function has few digits left"
-    why = next(filter(None, (_why_operand(v, node, inside, storage) for v in node.inputs)), "")
+    why = next(filter(None, (_why_operand(v, node, inside, level) for v in node.inputs)), "")
     if why or rule.category is not Category.WIDEST or not rule.linear:
         return why
-    if storage.magnitude(node.outputs[0]).has_large_offset:
+    if level.magnitude(node.outputs[0]).has_large_offset:
         return OFFSET
-    return TAKEN_AWAY if _is_taken_away(node, inside, storage) else ""
+    return TAKEN_AWAY if _is_taken_away(node, inside, level) else ""
 
 
-def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) -> str:
+def _why_operand(value: Value, node: Node, inside: Set[Node], level: Level) -> str:
     """Returns why an operand makes a node float32."""
-    half, facts = storage.half, storage.facts
+    half, facts = level.half, level.facts
     if not value.is_float32:
         has_no_half = str(value.dtype) in NEVER_HALF and any(v.is_float32 for v in node.outputs)
         return f"an operand is {value.dtype}" if has_no_half else ""
@@ -66,10 +66,10 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], storage: Storage) 
         is_held = fits(value.constant, half)
         return "" if is_held else f"{half} does not hold the constant {value.constant:g}"
     if value in facts.dependent:
-        return "an operand is float32" if storage.dtype(value) == FLOAT32 else ""
+        return "an operand is float32" if level.dtype(value) == FLOAT32 else ""
     if value.fits_half:
         return ""
-    magnitude = storage.magnitude(value)
+    magnitude = level.magnitude(value)
     if magnitude.exceeds_half or magnitude.degree < 0:
         return UNBOUNDED
     if node.name == "div" and value is node.inputs[1] and magnitude.degree > 0:
@@ -94,12 +94,12 @@ def _cancels(node: Node) -> bool:
     return node.rule.linear and any(is_one) and any(is_bounded)
 
 
-def _is_taken_away(node: Node, inside: Set[Node], storage: Storage) -> bool:
+def _is_taken_away(node: Node, inside: Set[Node], level: Level) -> bool:
     """Returns whether an input that a node adds is subtracted elsewhere in its component.
 
     So data are denormalised and normalised again. Nobody subtracts a bias.
     """
-    dependent = storage.facts.dependent
+    dependent = level.facts.dependent
     added = node.inputs if node.name == "add" and not dependent.isdisjoint(node.inputs) else ()
     return any(
         reader.name == "sub" and reader.inputs[1] is moved and reader in inside

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jmp._jax_compat import varying_axes
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Carry, Graph, Node, Value, downstream, value_of
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import Parts
 from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category

@@ -26,7 +26,7 @@ from jmp.autocasting._casts import cast
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, downstream, root
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import ValueProvenance, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for

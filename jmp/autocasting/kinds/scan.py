@@ -18,7 +18,8 @@ from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, dtypes_of_carries, find_weights
 from jmp.autocasting._facts import Info, feeding_values
 from jmp.autocasting._graph import Carry, Graph, Node, RowOf, Value
-from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, register_kind
+from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._propagation import turns_of
 from jmp.autocasting._steps import Function, Nested
@@ -44,7 +45,7 @@ class ScanKind(Kind):
     def plan(self, node: Node, level: Level) -> Nested:
         """Decides the dtype of each carry first, then plans the body."""
         scan, (inside,) = _jax_compat.Scan.of(node.params), node.insides
-        closed, before, rows = scan.split(list(map(level.storage.info, node.inputs)))
+        closed, before, rows = scan.split(list(map(level.info, node.inputs)))
         constants, values, arrays = scan.split(inside.inputs)
         streams = _streams(inside.graph, values, before, node, level.half)
         in_half, buffers = carried_in_half(inside, node, level, streams)

@@ -20,7 +20,8 @@ from jmp import _jax_compat
 from jmp.autocasting._carries import carried_in_half, dtypes_of_carries, find_weights
 from jmp.autocasting._casts import cast_all
 from jmp.autocasting._graph import Carry, Node
-from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, register_kind
+from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import dtype_of, is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import Propagation, WayInside
@@ -84,7 +85,7 @@ class WhileKind(Kind):
         """Plans the body."""
         loop, (condition, inside) = _jax_compat.While.of(node.params), node.insides
         asked, closed, _ = loop.split(node.inputs)
-        infos = list(map(level.storage.info, closed))
+        infos = list(map(level.info, closed))
         in_half, _ = carried_in_half(inside, node, level, condition=condition)
         stores, carries, goes = dtypes_of_carries(node.outputs, in_half, level.half)
         (is_on,) = loop.condition.out_avals

@@ -11,7 +11,7 @@ import numpy as np
 
 from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import root
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target

@@ -1,32 +1,51 @@
-"""`Storage`: the decisions on the values of a level while it is planned.
+"""A level while it is planned: its facts, and the decisions on its values.
 
-Dtypes are decided here and nowhere else. `Storage` also knows how large values may be, and so which
-of them may be rounded.
+Dtypes of values are decided here and nowhere else. A `Level` also knows how large values may be,
+and so which of them may be rounded.
 """
 
+import functools
 from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from jmp.autocasting._facts import Facts, Info
-from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._magnitudes import Magnitude, magnitude_of_source, magnitudes_of_results
-from jmp.autocasting._steps import Write
+from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
+from jmp.autocasting._graph import Graph, Node, Value
+from jmp.autocasting._magnitudes import (
+    Magnitude,
+    hull,
+    magnitude_of_source,
+    magnitudes_of_results,
+)
+from jmp.autocasting._steps import Context, Nested, Plan, Read, Unplanned, Write
 
 
-class Storage:
-    """The dtypes that values are stored in, as far as they are decided; before that, nominal ones.
+class Level:
+    """A level that is planned: what kinds, and the passes over its steps, may ask of it.
 
-    Attributes:
-      facts: of the level.
-      half: the compute dtype.
+    The planner is one; kinds need not import it, which imports them.
+
+    Args:
+      graph: the level, as flattened.
+      infos: what comes in, input by input.
+      outputs: where each output goes.
+      context: see `Context`.
     """
 
-    def __init__(self, facts: Facts, half: np.dtype) -> None:
-        self.facts = facts
-        self.half = half
-        self._magnitudes: dict[Value, Magnitude | None] = {}
+    def __init__(
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
+    ) -> None:
+        self.graph = graph
+        self.context = context
+        self.half = context.request.settings.compute_dtype
+        self.outputs = outputs
+        self.facts = facts_of(graph, infos, outputs)
         self._dtypes: dict[Value, np.dtype | None] = {}
+        self._magnitudes: dict[Value, Magnitude | None] = {}
+        self.store(graph.inputs, (info.dtype for info in infos))
+        self.bound(graph.inputs, (info.magnitude for info in infos))
+
+    # What is decided of values.
 
     def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
         """Decides what values are stored in."""
@@ -120,3 +139,63 @@ class Storage:
             return value.exceeds(self.half)
         is_input = value not in self.facts.dependent and not self.facts.is_bias(value)
         return value.is_extreme or (is_input and not value.fits_half)
+
+    # What is planned inside.
+
+    def plan_level(self) -> Plan:
+        """Returns the plan."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def exposed(self) -> Set[Value]:
+        """The values that more than half products read; see `_carries`."""
+        pairs = zip(self.graph.outputs, self.outputs, strict=True)
+        return exposed_values(self.graph, [v for v, where in pairs if where.exposed], self.half)
+
+    def plan_graph(
+        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
+    ) -> Plan:
+        """Plans a function inside.
+
+        Args:
+          infos: of its arguments.
+          outputs: where its results go.
+          context: what holds inside.
+        """
+        own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
+        return type(self)(graph, [*own, *infos], outputs, context).plan_level()
+
+    def destinations(self, node: Node) -> list[Destination]:
+        """Returns where the results of a node that is planned inside go."""
+        holds_loop = any(each.primitive.name in ("scan", "while") for each in node.inner or ())
+        return [
+            Destination(
+                feeds=value in self.facts.feeds,
+                carried=value in self.facts.carried,
+                rounded=self.is_multiplied(value, value.users),
+                exposed=holds_loop and value in self.exposed,
+            )
+            for value in node.outputs
+        ]
+
+    def nested(
+        self,
+        node: Node,
+        insides: Sequence[Plan | Unplanned],
+        stores: Sequence[np.dtype | None],
+        reads: Sequence[np.dtype | None] | None = None,
+    ) -> Nested:
+        """Returns the step of an equation that is planned inside.
+
+        Args:
+          insides: what stands for its functions.
+          stores: the dtypes of its results.
+          reads: the dtypes that its operands go in with; left out, those that they are stored in.
+        """
+        dtypes = map(self.dtype, node.inputs) if reads is None else reads
+        self.store(node.outputs, stores)
+        plans = [plan for plan in insides if isinstance(plan, Plan)]
+        for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
+            if found := [info.magnitude for info in infos if info.magnitude is not None]:
+                self.bound([value], [hull(found)])
+        return Nested(node, tuple(insides), tuple(map(Read, node.inputs, dtypes)), tuple(stores))
