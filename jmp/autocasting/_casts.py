@@ -19,6 +19,8 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic):
         return value.astype(dtype)
+    if jax.sharding.get_abstract_mesh().empty:  # as it mostly is
+        return _jax_compat.convert(value, dtype)
     with on_mesh_of(value):
         return _jax_compat.convert(value, dtype)
 

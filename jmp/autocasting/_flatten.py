@@ -5,7 +5,7 @@ through the many small ones of `jax.numpy`; dead code is left behind. Whatever r
 (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jmp.autocasting._products import (
 )
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._request import Request
+from jmp.autocasting._request import Request, Settings
 from jmp.dtypes import FLOAT32
 
 # An input, as far as it is known: an argument of the function, or what it is made of.
@@ -55,15 +55,21 @@ def graph_of(
       request: see `Request`.
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
-    for node in products_that_wrap(graph):
-        node.is_wrapped = True
-        if reads_inputs(node) and node.name not in request.settings.overrides:
-            node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
+    for node in _angles(graph, request.settings):
+        node.rule = Rule(Category.FULL, WHY_ANGLE)
+        node.is_product = node.has_products = False
     for node in graph.all_nodes():
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
         if not node.goes_inside:
             node.params = in_regions(node, request)
     return graph
+
+
+def _angles(graph: Graph, settings: Settings) -> Set[Node]:
+    """Returns the products of inputs, on all levels, whose results are angles."""
+    products = (n for n in graph.all_nodes() if n.is_product and n.name not in settings.overrides)
+    found = set(filter(reads_inputs, products))
+    return found & products_that_wrap(graph) if found else found
 
 
 def _level_of(
@@ -123,12 +129,12 @@ class _Flattening:
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         half = self._request.settings.compute_dtype
 
-        def read(atom: Any) -> Value:
+        def read(atoms: Sequence[Any]) -> list[Value]:
             # A literal has no identity of its own.
-            return _literal(atom) if isinstance(atom, Literal) else values[atom]
+            return [_literal(x) if isinstance(x, Literal) else values[x] for x in atoms]
 
         for equation in jaxpr.eqns:
-            operands = [read(atom) for atom in equation.invars]
+            operands = read(equation.invars)
             stack = outer + equation.source_info.name_stack
             if _jax_compat.is_plain_call(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
@@ -139,7 +145,7 @@ class _Flattening:
             else:
                 results = list(self._add(equation, operands, stack, around).outputs)
             values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     def _add(
         self,

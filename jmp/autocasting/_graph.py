@@ -144,16 +144,17 @@ class Node:
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False
     is_in_full: bool = False  # the user named its primitive in `full=`
-    is_wrapped: bool = False  # a product whose result reaches a function that wraps, such as sin
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
         self.read(self.inputs)
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
-        self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
+        self.outputs = tuple([Value(v.aval, self, known) for v in self.equation.outvars])
         self.holds_functions = self.inner is not None
         self.multiplies = is_low(self.equation)  # whether it is a product, in whatever dtype
+        # Whether autocast may lower it.
+        self.is_product = self.rule.category is Category.LOW and not self.region.in_float32
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
 
@@ -176,11 +177,6 @@ class Node:
     def equations(self) -> Sequence[JaxprEqn]:
         """Its equation, and those inside it where no level stands for them."""
         return (self.equation, *(() if self.insides else self.inner or ()))
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a product that autocast may lower."""
-        return self.rule.category is Category.LOW and not self.region.in_float32
 
 
 @dataclasses.dataclass(eq=False, repr=False)

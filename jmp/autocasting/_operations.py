@@ -230,11 +230,10 @@ def _products_out_of_sight(plan: Plan, name: str) -> str:
 
 def _is_unplanned(ran: Ran) -> bool:
     """Returns whether a step holds functions that are no kernel, and that nothing plans."""
-    if not isinstance(ran.step, Single):
+    if not (isinstance(ran.step, Single) and ran.step.node.holds_functions):
         return False
     node = ran.step.node
-    is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
-    return not is_known and node.holds_functions
+    return node.rule == NO_RULE and not has_kind(node.name) and node.name not in _jax_compat.OPAQUE
 
 
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:

@@ -91,9 +91,11 @@ class Planner(Level):
         return steps
 
     def _why(self, nodes: Sequence[Node]) -> dict[Node, str]:
-        inside = set(nodes)
-        reasons = ((node, why_float32(node, inside, self)) for node in nodes)
-        return {node: reason for node, reason in reasons if reason}
+        inside, found = set(nodes), dict[Node, str]()
+        for node in nodes:
+            if why := why_float32(node, inside, self):
+                found[node] = why
+        return found
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
         settings, cuts = self.context.request.settings, self.facts.cuts
@@ -260,16 +262,16 @@ class Planner(Level):
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
-            reads = tuple(self._read_half(node, value) for value in node.inputs)
+            reads = tuple([self._read_half(node, value) for value in node.inputs])
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
             params = params_in_half(node.params, self.half) if is_half else node.params
         else:
-            reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
+            reads = tuple([Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs])
             params = with_default(node)
         if arithmetic is Arithmetic.FLOAT32:
-            stores = tuple(self.rounded_by_rule(v) or v.dtype for v in node.outputs)
+            stores = tuple([self.rounded_by_rule(v) or v.dtype for v in node.outputs])
         else:
-            stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
+            stores = tuple([self.half if v.is_float32 else v.dtype for v in node.outputs])
         self.store(node.outputs, stores)
         masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
         lowering = partial(add_masks, masks) if masks else None

@@ -44,9 +44,11 @@ def why_float32(node: Node, inside: Set[Node], level: Level) -> str:
             return "a square, whose range a half type does not hold"
         if _cancels(node):
             return "near its bound, 1 minus a bounded function has few digits left"
-    why = next(filter(None, (_why_operand(v, node, inside, level) for v in node.inputs)), "")
-    if why or rule.category is not Category.WIDEST or not rule.linear:
-        return why
+    for value in node.inputs:
+        if why := _why_operand(value, node, inside, level):
+            return why
+    if rule.category is not Category.WIDEST or not rule.linear:
+        return ""
     if level.magnitude(node.outputs[0]).has_large_offset:
         return OFFSET
     return TAKEN_AWAY if _is_taken_away(node, inside, level) else ""

@@ -271,26 +271,18 @@ def on_islands(change: Callable[[Island, Any], Step]) -> Callable[..., list[Step
 
 def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
-    producers = {
-        value: index
-        for index, step in enumerate(steps)
-        for node in nodes_of(step)
-        for value in node.outputs
-    }
-    place = [nodes_of(step)[-1].index for step in steps]
+    nodes = list(map(nodes_of, steps))
+    producers = {v: index for index, own in enumerate(nodes) for n in own for v in n.outputs}
+    place = [own[-1].index for own in nodes]
     needs = [
         {producers.get(read.value, index) for read in step.reads} - {index}
         for index, step in enumerate(steps)
     ]
-    with_effects = [
-        index
-        for index, step in enumerate(steps)
-        if not isinstance(step, Island) and step.node.equation.effects
-    ]
+    with_effects = [i for i, own in enumerate(nodes) if own[-1].equation.effects]
     for before, after in itertools.pairwise(sorted(with_effects, key=place.__getitem__)):
         needs[after].add(before)
     ends = {producers[value] for value in outputs if value in producers}
-    ends.update(i for i, step in enumerate(steps) if any(n.is_marker for n in nodes_of(step)))
+    ends.update(index for index, own in enumerate(nodes) for n in own if n.is_marker)
     needed = set(reached(ends, needs.__getitem__))
     waits = {index: len(needs[index]) for index in needed}
     readers: dict[int, list[int]] = collections.defaultdict(list)
