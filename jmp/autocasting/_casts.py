@@ -1,6 +1,5 @@
 """Casts of real floating arrays, which pass any other object unchanged; masks and repetitions."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,22 +18,13 @@ def cast(value: Any, dtype: np.dtype | None) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic):
         return value.astype(dtype)
-    if jax.sharding.get_abstract_mesh().empty:  # as it mostly is
+    current = jax.sharding.get_abstract_mesh()
+    if current.empty or (mesh := jax.typeof(value).sharding.mesh) == current:
         return _jax_compat.convert(value, dtype)
-    with on_mesh_of(value):
+    # On the mesh of the array, not of the equation that the cast stands around: what `auto_axes`
+    # and a lookup with `out_sharding=` change is how its axes are read.
+    with jax.sharding.use_abstract_mesh(mesh):
         return _jax_compat.convert(value, dtype)
-
-
-def on_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which JAX takes an array of a mesh with explicit axes.
-
-    A cast around an equation stands on the mesh of its array, not of the equation: what
-    `auto_axes` and a lookup with `out_sharding=` change is how the axes are read.
-    """
-    mesh, current = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
-    if current.empty or mesh == current:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def cast_all(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

@@ -7,11 +7,14 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 
 from collections.abc import Sequence, Set
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
+from jmp import _jax_compat
 from jmp.autocasting import _islands, _sending
-from jmp.autocasting._facts import compared_values
+from jmp.autocasting._facts import Destination, Info, compared_values
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._level import Level
@@ -23,11 +26,14 @@ from jmp.autocasting._lowerings import (
     send_in_half,
 )
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
+from jmp.autocasting._numbers import ValueProvenance
 from jmp.autocasting._precision import why_not_lowered, with_default
-from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
+from jmp.autocasting._reasons import UNBOUNDED, reasons_for, why_float32, why_region
 from jmp.autocasting._registry import Category, params_in_half
+from jmp.autocasting._request import Request
 from jmp.autocasting._steps import (
     Arithmetic,
+    Context,
     Island,
     Plan,
     Read,
@@ -44,10 +50,30 @@ WHY_ROWS = "rows of a float32 table, rounded after the lookup"
 WHY_ASKED = "the user asked for its result in the float32 that it was added up in"
 
 
+def plan_program(closed: Any, in_half: Sequence[bool], request: Request) -> Plan:
+    """Returns the plan of a program.
+
+    Args:
+      closed: its closed jaxpr.
+      in_half: which of its arguments are rounded when they come in.
+    """
+    jaxpr, constants = _jax_compat.open_jaxpr(closed)
+    graph = graph_of(jaxpr, constants, [ValueProvenance.INPUTS] * len(in_half), None, request)
+    rounded = Info(request.settings.compute_dtype, False)
+    are_rounded = [*(False for _ in constants), *in_half]
+    infos = [
+        rounded if is_rounded and value.is_float32 else Info(value.dtype, True)
+        for value, is_rounded in zip(graph.inputs, are_rounded, strict=True)
+    ]
+    nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
+    return Planner(graph, infos, nowhere, Context(request)).plan_level()
+
+
 class Planner(Level):
     """Plans one level; what is known of it stands in `Level`."""
 
     def plan_level(self) -> Plan:
+        """Returns the plan: neutral nodes first, then by depth components and barriers."""
         sent = _sending.find_sent(self)
         steps: list[Step] = []
         at_depth: dict[int, tuple[list[Node], list[Node]]] = {}  # fusible nodes, and barriers
@@ -75,7 +101,7 @@ class Planner(Level):
 
     def _component(self, nodes: list[Node]) -> list[Step]:
         """Returns the steps of a component: islands, with half operations between them."""
-        why = self._why(nodes)
+        why = reasons_for(nodes, self)
         if not why:
             return [self._by_itself(node) for node in nodes]
         asked = self.context.request.settings.recompute
@@ -85,17 +111,10 @@ class Planner(Level):
         steps: list[Step] = []
         for stage in _islands.stages(nodes, single):
             for part in _islands.group((n for n in stage if n not in single), self.facts.cuts):
-                reasons = self._why(part)
+                reasons = reasons_for(part, self)
                 steps += self._undivided(part, reasons) if reasons else map(self._by_itself, part)
             steps += [self._by_itself(node) for node in stage if node in single]
         return steps
-
-    def _why(self, nodes: Sequence[Node]) -> dict[Node, str]:
-        inside, found = set(nodes), dict[Node, str]()
-        for node in nodes:
-            if why := why_float32(node, inside, self):
-                found[node] = why
-        return found
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
         settings, cuts = self.context.request.settings, self.facts.cuts

@@ -3,7 +3,7 @@
 Reasons of products are in `_precision.py`, `_products.py` and `_equations.py`.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from jmp.autocasting._graph import Node, Value, are_same, downstream, root
 from jmp.autocasting._level import Level
@@ -23,6 +23,15 @@ def why_region(node: Node) -> str:
     if node.region.is_decided:
         return "an inner autocast decided here"
     return "the user asked for float32 here" if node.region.in_float32 else ""
+
+
+def reasons_for(nodes: Sequence[Node], level: Level) -> dict[Node, str]:
+    """Returns the nodes of a component that require float32, each with the reason."""
+    inside, found = set(nodes), dict[Node, str]()
+    for node in nodes:
+        if why := why_float32(node, inside, level):
+            found[node] = why
+    return found
 
 
 def why_float32(node: Node, inside: Set[Node], level: Level) -> str:
