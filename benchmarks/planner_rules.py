@@ -36,9 +36,10 @@ import numpy as np
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting import _carries, _planner, _reasons
+from jmp.autocasting import _planner, _reasons
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic
+from jmp.autocasting.kinds import loops
 from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
@@ -93,7 +94,7 @@ READ_HALF = _planner.Planner._read_half
 
 
 def _only_streams(_: Any, __: Any, ___: Any, streams: Sequence[bool]) -> Any:
-    return _carries.InHalf(list(streams), [False] * len(streams))
+    return loops.InHalf(list(streams), [False] * len(streams))
 
 
 def _without_derivatives() -> Any:
@@ -120,7 +121,7 @@ RULES = [
     Rule("half between islands", {"_islands.half_between": lambda *_: set()}),
     Rule("numbers are repeated inside", {"_islands.repeated_numbers": lambda _: []}),
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
-    Rule("weights are summed after turns", {"kinds.scan.probed": lambda *_: None}),
+    Rule("weights are summed after turns", {"kinds.loops.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_level.Level.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),
@@ -141,12 +142,10 @@ RULES = [
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten.reads_inputs": lambda _: False}),
-    Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
+    Rule("streams are carried in half", {"kinds.loops.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
-        dict.fromkeys(
-            ("kinds.scan.carried_in_half", "kinds.while_loop.carried_in_half"), _only_streams
-        ),
+        {"kinds.loops.carried_in_half": _only_streams},
     ),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),

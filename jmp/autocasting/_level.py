@@ -148,7 +148,7 @@ class Level:
 
     @functools.cached_property
     def exposed(self) -> Set[Value]:
-        """The values that more than half products read; see `_carries`."""
+        """The values that more than half products read; see `kinds.loops`."""
         pairs = zip(self.graph.outputs, self.outputs, strict=True)
         return exposed_values(self.graph, [v for v, where in pairs if where.exposed], self.half)
 

@@ -122,7 +122,7 @@ class Nested(NamedTuple):
     reads: tuple[Read, ...]
     stores: Dtypes
     # The same loop as it runs where it is differentiated, if that differs: its weights come in as
-    # float32, and its buffers are float32; see `_carries`.
+    # float32, and its buffers are float32; see `kinds.loops`.
     differentiated: "Nested | None" = None
     probed: "Probed | None" = None  # its body with gradients of weights after it
 
