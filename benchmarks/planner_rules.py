@@ -36,7 +36,7 @@ import numpy as np
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting import _planner, _reasons
+from jmp.autocasting import _level, _planner
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic
 from jmp.autocasting.kinds import loops
@@ -88,7 +88,7 @@ def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
-WHY_OPERAND = _reasons._why_operand
+WHY_OPERAND = _level._why_operand
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
 
@@ -128,7 +128,7 @@ RULES = [
     Rule("what is carried is not rounded", {"_facts.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_facts._is_embedding": lambda *_: False}),
     Rule("coordinates are no embeddings", {"_facts._is_coordinate": lambda *_: False}),
-    Rule("neutral values do not decide", {"_reasons._why_operand": _neutral_values_decide}),
+    Rule("neutral values do not decide", {"_level._why_operand": _neutral_values_decide}),
     Rule(
         "repeated in float32, then rounded",
         {
@@ -137,8 +137,8 @@ RULES = [
         },
     ),
     Rule("masks saturate", {"_level.Level.may_be_mask": lambda *_: False}),
-    Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
-    Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
+    Rule("constants are looked at", {"_level.fits": lambda *_: True}),
+    Rule("one minus a bounded value", {"_level._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten.reads_inputs": lambda _: False}),

@@ -28,8 +28,8 @@ from jmp._messages import (
     way_out,
     wrong,
 )
-from jmp.autocasting._casts import cast_all
 from jmp.autocasting._emit import run_plan
+from jmp.autocasting._lowerings import cast_all
 from jmp.autocasting._operations import WARNINGS
 from jmp.autocasting._planner import plan_program
 from jmp.autocasting._propagation import walk

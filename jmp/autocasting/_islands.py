@@ -19,9 +19,8 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
-from jmp.autocasting._level import Level
+from jmp.autocasting._level import LARGE_INPUT, Level
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._reasons import LARGE_INPUT
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Fused, Island, S, Step
 

@@ -17,7 +17,7 @@ from jmp.autocasting._facts import Destination, Info, compared_values
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._level import Level
+from jmp.autocasting._level import UNBOUNDED, Level, reasons_for, why_float32, why_region
 from jmp.autocasting._lowerings import (
     add_masks,
     move_with_wide_gradient,
@@ -28,7 +28,6 @@ from jmp.autocasting._lowerings import (
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._numbers import ValueProvenance
 from jmp.autocasting._precision import why_not_lowered, with_default
-from jmp.autocasting._reasons import UNBOUNDED, reasons_for, why_float32, why_region
 from jmp.autocasting._registry import Category, params_in_half
 from jmp.autocasting._request import Request
 from jmp.autocasting._steps import (

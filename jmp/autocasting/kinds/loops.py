@@ -40,7 +40,6 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._casts import cast_all
 from jmp.autocasting._facts import (
     Destination,
     Info,
@@ -53,6 +52,7 @@ from jmp.autocasting._facts import (
 from jmp.autocasting._graph import Carry, Graph, Inside, Node, RowOf, Value, reached
 from jmp.autocasting._kinds import Arrays, InnerCall, Kind, register_kind
 from jmp.autocasting._level import Level
+from jmp.autocasting._lowerings import cast_all
 from jmp.autocasting._numbers import dtype_of, has_symbols, is_inexact
 from jmp.autocasting._precision import as_written
 from jmp.autocasting._propagation import Propagation, WayInside, turns_of
