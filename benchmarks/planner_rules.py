@@ -140,8 +140,8 @@ RULES = [
     Rule("constants are looked at", {"_level.fits": lambda *_: True}),
     Rule("one minus a bounded value", {"_level._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
-    Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
-    Rule("angles are exact", {"_flatten.reads_inputs": lambda _: False}),
+    Rule("counts are exact", {"_flatten._products.why_exact": lambda *_: ""}),
+    Rule("angles are exact", {"_flatten._products.reads_inputs": lambda _: False}),
     Rule("streams are carried in half", {"kinds.loops.LAYERS": 0}),
     Rule(
         "states of products are carried in half",

@@ -94,14 +94,18 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     carried = carried_values(graph, [value for value, where in goes if where.carried])
     embeddings, dependent = find_dependent(graph, infos, feeds - carried)
     cuts = find_cuts(graph, dependent, embeddings)
-    depths = find_depths(graph, dependent, embeddings | cuts)
-    # An output may reach a maximum outside.
-    compared = compared_values(graph, graph.outputs)
     kept = {value for value, where in goes if not where.rounded}
-    others = read_otherwise_values(graph, kept)
-    softmaxes = softmaxes_of(graph.nodes)
     return Facts(
-        feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept, softmaxes
+        feeds,
+        carried,
+        dependent,
+        embeddings,
+        cuts,
+        depths=find_depths(graph, dependent, embeddings | cuts),
+        compared=compared_values(graph, graph.outputs),  # an output may reach a maximum outside
+        read_otherwise=read_otherwise_values(graph, kept),
+        kept=kept,
+        softmaxes=softmaxes_of(graph.nodes),
     )
 
 

@@ -13,20 +13,13 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
+from jmp.autocasting import _products
 from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
 from jmp.autocasting._precision import in_regions, with_older_forms
-from jmp.autocasting._products import (
-    WHY_ANGLE,
-    products_that_wrap,
-    provenance_of_results,
-    reads_inputs,
-    scaled_before,
-    why_exact,
-)
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request, Settings
@@ -56,7 +49,7 @@ def graph_of(
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
     for node in _angles(graph, request.settings):
-        node.rule = Rule(Category.FULL, WHY_ANGLE)
+        node.rule = Rule(Category.FULL, _products.WHY_ANGLE)
         node.is_product = node.has_products = False
     for node in graph.all_nodes():
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
@@ -68,8 +61,8 @@ def graph_of(
 def _angles(graph: Graph, settings: Settings) -> Set[Node]:
     """Returns the products of inputs, on all levels, whose results are angles."""
     products = (n for n in graph.all_nodes() if n.is_product and n.name not in settings.overrides)
-    found = set(filter(reads_inputs, products))
-    return found & products_that_wrap(graph) if found else found
+    found = set(filter(_products.reads_inputs, products))
+    return found & _products.products_that_wrap(graph) if found else found
 
 
 def _level_of(
@@ -98,7 +91,7 @@ def _level_of(
             node.insides = tuple(_insides(node, request))
     own = () if holder is None else constants
     graph = Graph(inputs, nodes, outputs, own)
-    return scaled_before(graph) if half == np.float16 else graph
+    return _products.scaled_before(graph) if half == np.float16 else graph
 
 
 def _insides(node: Node, request: Request) -> Iterator[Inside]:
@@ -158,7 +151,7 @@ class _Flattening:
         scope = self._scope + stack if self._scope.stack else stack
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
-            if why := why_exact(equation, operands):
+            if why := _products.why_exact(equation, operands):
                 rule = Rule(Category.FULL, why)
         elif rule.sums_backward and equation.primitive.name == "gather":
             if looks_up_once(equation, operands):
@@ -167,7 +160,7 @@ class _Flattening:
         holds = _jax_compat.holds_functions(equation)
         inner = tuple(inner_equations(equation)) if holds else None
         known = _known_result(equation, rule, operands, settings.compute_dtype)
-        provenance = provenance_of_results(equation, inner, rule, operands)
+        provenance = _products.provenance_of_results(equation, inner, rule, operands)
         node = Node(
             equation,
             tuple(operands),

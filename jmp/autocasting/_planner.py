@@ -12,19 +12,12 @@ from typing import Any
 import numpy as np
 
 from jmp import _jax_compat
-from jmp.autocasting import _islands, _sending
+from jmp.autocasting import _islands, _lowerings, _sending
 from jmp.autocasting._facts import Destination, Info, compared_values
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._level import UNBOUNDED, Level, reasons_for, why_float32, why_region
-from jmp.autocasting._lowerings import (
-    add_masks,
-    move_with_wide_gradient,
-    multiply_in_half,
-    multiply_to_float32,
-    send_in_half,
-)
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._numbers import ValueProvenance
 from jmp.autocasting._precision import why_not_lowered, with_default
@@ -182,7 +175,7 @@ class Planner(Level):
             return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
         parts = None if node.region.reduces_in_float32 else _sending.parts_of_rows(node)
         why = _sending.WHY_IN_PARTS if parts else _sending.WHY_LOOKUP
-        lowering = partial(move_with_wide_gradient, self.half, parts, False)
+        lowering = partial(_lowerings.move_with_wide_gradient, self.half, parts, False)
         return self._wide(node, why)._replace(lowering=lowering)
 
     def _product(self, node: Node) -> Single:
@@ -201,8 +194,8 @@ class Planner(Level):
             self.store(node.outputs, single.stores)
         if not (is_wide or why):
             return single
-        in_half = partial(multiply_in_half, self.half)
-        return single._replace(lowering=in_half if is_dot else multiply_to_float32)
+        in_half = partial(_lowerings.multiply_in_half, self.half)
+        return single._replace(lowering=in_half if is_dot else _lowerings.multiply_to_float32)
 
     def _why_float32_result(self, product: Node, magnitudes: Sequence[Magnitude]) -> str:
         """Returns why the result of a half product is float32; "" if it is half."""
@@ -244,12 +237,12 @@ class Planner(Level):
         if not node.region.reduces_in_float32:
             is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
             single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
-            return single._replace(lowering=send_in_half) if is_first else single
+            return single._replace(lowering=_lowerings.send_in_half) if is_first else single
         if not _sending.sends(node):
             return self._single(node, Arithmetic.FLOAT32)
         # It comes out in float32, as its gradient comes in; products round it once more.
         single = self._wide(node, _sending.WHY_SENT)
-        lowering = partial(move_with_wide_gradient, self.half, None, True)
+        lowering = partial(_lowerings.move_with_wide_gradient, self.half, None, True)
         stores = tuple(value.dtype for value in node.outputs)
         self.store(node.outputs, stores)
         return single._replace(stores=stores, lowering=lowering)
@@ -292,7 +285,7 @@ class Planner(Level):
             stores = tuple([self.half if v.is_float32 else v.dtype for v in node.outputs])
         self.store(node.outputs, stores)
         masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
-        lowering = partial(add_masks, masks) if masks else None
+        lowering = partial(_lowerings.add_masks, masks) if masks else None
         return Single(node, arithmetic, why or node.rule.reason, reads, params, stores, lowering)
 
     def _read_half(self, node: Node, value: Value) -> Read:

@@ -40,15 +40,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._facts import (
-    Destination,
-    Info,
-    exposed_values,
-    feeding_values,
-    holds_product,
-    multiplied_values,
-    reaching,
-)
+from jmp.autocasting import _facts
+from jmp.autocasting._facts import Destination, Info
 from jmp.autocasting._graph import Carry, Graph, Inside, Node, RowOf, Value, reached
 from jmp.autocasting._kinds import Arrays, InnerCall, Kind, register_kind
 from jmp.autocasting._level import Level
@@ -99,7 +92,7 @@ def carried_in_half(
     triples = zip(inside.carries.values(), graph.outputs, node.outputs, strict=False)
     carries = list(itertools.starmap(_Carry, triples))
     # In a turn, or in one that follows.
-    multiplied = reaching(inside, [], holds_product, lambda _: False)
+    multiplied = _facts.reaching(inside, [], _facts.holds_product, lambda _: False)
     asked = set() if condition is None else _asked(condition, level.half)
     found = [
         carry
@@ -114,7 +107,7 @@ def carried_in_half(
     found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
     while found:
         wide = [carry.result for carry in carries if carry not in found]
-        read = exposed_values(graph, wide, level.half)
+        read = _facts.exposed_values(graph, wide, level.half)
         kept = [carry for carry in found if carry.before not in read]
         if kept == found:
             break
@@ -127,7 +120,7 @@ def carried_in_half(
 
 def _asked(condition: Inside, half: np.dtype) -> set[int]:
     """Returns the numbers of the carries that the condition of a loop reads."""
-    read = exposed_values(condition.graph, condition.graph.outputs, half)
+    read = _facts.exposed_values(condition.graph, condition.graph.outputs, half)
     return {number for number, value in condition.carries.items() if value in read}
 
 
@@ -176,8 +169,8 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
     }
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
-    found = multiplied_values(plan.graph, [])
-    found -= exposed_values(plan.graph, wide, level.half, lookups)
+    found = _facts.multiplied_values(plan.graph, [])
+    found -= _facts.exposed_values(plan.graph, wide, level.half, lookups)
     if level.half == np.float16:
         # One that may be a mask is held within float16's range, where it is applied.
         found = {value for value in found if not any(user.rule.masks for user in value.users)}
@@ -295,7 +288,7 @@ def _streams(
     """
     if turns_of(node.equation) > LAYERS:
         return [False] * len(values)
-    fed = feeding_values(graph, [])  # within one step
+    fed = _facts.feeding_values(graph, [])  # within one step
     return [
         info.dtype == half and value.is_float32 and value in fed
         for value, info in zip(values, before, strict=True)
