@@ -302,7 +302,7 @@ def _key_of(island: Island) -> Hashable:
         return (
             equation.primitive,
             tuple(sorted(node.params.items())),
-            str(node.stack[island.common_scopes :]),
+            node.stack.stack[island.common_scopes :],
             (equation.source_info.traceback, equation.ctx),
             tuple(map(name, node.inputs)),
             tuple(map(name, node.outputs)),

@@ -112,9 +112,7 @@ class Planner(Level):
         settings, cuts = self.context.request.settings, self.facts.cuts
         times = self.context.times
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
-        if not is_recomputed:
-            return [self._island(nodes, why, is_recomputed)]
-        front, rest = _islands.peel(nodes, self)
+        front, rest = _islands.peel(nodes, self) if is_recomputed else ([], nodes)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
         return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
