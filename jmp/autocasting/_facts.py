@@ -127,7 +127,7 @@ def reaching(
       stops: the nodes that nothing is followed through.
     """
     found = set(outputs)
-    # What a value comes from on another level, or in the turn before.
+    # The sources of a value on another level, or in the turn before.
     across: dict[Value, list[Value]] = collections.defaultdict(list)
 
     def enter(graph: Graph) -> None:

@@ -147,7 +147,8 @@ class Node:
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
-        self.read(self.inputs)
+        # Its operands without indices, masks and sizes, which carry no precision.
+        self.inexact = [value for value in self.inputs if value.is_inexact]
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
         self.outputs = tuple([Value(v.aval, self, known) for v in self.equation.outvars])
@@ -157,12 +158,6 @@ class Node:
         self.is_product = self.rule.category is Category.LOW and not self.region.in_float32
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
-
-    def read(self, inputs: Sequence[Value]) -> None:
-        """Sets its operands, while the graph is made."""
-        self.inputs = tuple(inputs)
-        # Without indices, masks and sizes, which carry no precision.
-        self.inexact = [value for value in inputs if value.is_inexact]
 
     @property
     def reads_float32(self) -> bool:

@@ -50,7 +50,7 @@ class Level:
         self.store(graph.inputs, (info.dtype for info in infos))
         self.bound(graph.inputs, (info.magnitude for info in infos))
 
-    # What is decided of values.
+    # Decisions on values.
 
     def store(self, values: Iterable[Value], dtypes: Iterable[np.dtype | None]) -> None:
         """Decides what values are stored in."""
@@ -145,7 +145,7 @@ class Level:
         is_input = value not in self.facts.dependent and not self.facts.is_bias(value)
         return value.is_extreme or (is_input and not value.fits_half)
 
-    # What is planned inside.
+    # Levels inside.
 
     def plan_level(self) -> Plan:
         """Returns the plan."""

@@ -260,19 +260,24 @@ def _with_scaled_operands(product: Node, scaling: _Scaling) -> list[Node]:
     node, place, powers = scaling
     factor, base = node.inputs[place], 2.0 if node.name == "div" else 0.5
     rest = _number_like(factor, (factor.constant or 0.0) * base**-powers)
-    node.read([rest if i == place else value for i, value in enumerate(node.inputs)])
+    _set_operands(node, [rest if i == place else v for i, v in enumerate(node.inputs)])
     added, operands = [], list(product.inputs)
     for side, power in enumerate(((powers + 1) // 2, powers // 2)):
         if power:
             added.append(_with_factor(product, side, node, _number_like(factor, base**power)))
             (operands[side],) = added[-1].outputs
-    product.read(operands)
+    _set_operands(product, operands)
     for each in added:
         (value, _), (scaled,) = each.inputs, each.outputs
         scaled.users.append(product)
         value.users[:] = [user for user in value.users if user is not product or value in operands]
         value.users.append(each)
     return added
+
+
+def _set_operands(node: Node, operands: Sequence[Value]) -> None:
+    node.inputs = tuple(operands)
+    node.inexact = [value for value in operands if value.is_inexact]
 
 
 def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node:
