@@ -159,12 +159,12 @@ class _Flattening:
                 rule = rule_of(equation, settings)
         holds = _jax_compat.holds_functions(equation)
         inner = tuple(inner_equations(equation)) if holds else None
-        known = _known_result(equation, rule, operands, settings.compute_dtype)
         provenance = _products.provenance_of_results(equation, inner, rule, operands)
+        known = _known_result(equation, rule, operands, settings.compute_dtype, provenance)
         node = Node(
             equation,
             tuple(operands),
-            known._replace(provenance=provenance),
+            known,
             stack,
             scope,
             around,
@@ -206,28 +206,34 @@ def _literal(atom: Any) -> Value:
 
 
 def _known_result(
-    equation: JaxprEqn, rule: Rule, operands: Sequence[Value], half: np.dtype
+    equation: JaxprEqn,
+    rule: Rule,
+    operands: Sequence[Value],
+    half: np.dtype,
+    provenance: ValueProvenance,
 ) -> Known:
     """Follows constants, booleans and sources through the operations that only move them."""
+    nothing_more = Known(provenance=provenance)
     if len(equation.outvars) != 1 or not operands:
-        return NOTHING
+        return nothing_more
     first, name = operands[0], equation.primitive.name
     if rule.moves:
-        keeps_source = rule.reshapes or rule.repeats
-        return first.known._replace(source=first.source if keeps_source else None, array=None)
+        source = first.source if rule.reshapes or rule.repeats else None
+        return first.known._replace(source=source, array=None, provenance=provenance)
     if name == "neg":
         constant = None if first.constant is None else -first.constant
-        return Known(constant, is_extreme=first.is_extreme)
+        return Known(constant, is_extreme=first.is_extreme, provenance=provenance)
     if dtype_of(equation.outvars[0]) != FLOAT32:
-        return NOTHING
+        return nothing_more
     if name == "convert_element_type":
         is_number = first.literal is not None and np.ndim(first.literal) == 0
         constant = float(first.literal) if is_number else first.constant
         fits_half = first.fits_half or first.dtype == np.bool_
-        return Known(constant, fits_half, first.is_extreme, first.source)
+        return Known(constant, fits_half, first.is_extreme, first.source, provenance=provenance)
     if rule.keeps_range:
-        return Known(is_extreme=any(value.exceeds(half) for value in operands))
-    return NOTHING
+        is_extreme = any(value.exceeds(half) for value in operands)
+        return Known(is_extreme=is_extreme, provenance=provenance)
+    return nothing_more
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:

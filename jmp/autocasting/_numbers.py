@@ -112,6 +112,7 @@ def _is_inexact(dtype: np.dtype | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+@functools.lru_cache  # programs repeat their constants
 def fits(constant: float, half: np.dtype) -> bool:
     """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
     if constant == 0 or not np.isfinite(constant):

@@ -37,7 +37,7 @@ def find_sent(level: Level) -> set[Node]:
     found: set[Node] = set()
     for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
-        if not (is_first or any(value.producer in found for value in node.inputs)):
+        if not (is_first or (found and any(v.producer in found for v in node.inputs))):
             continue
         if (
             node.rule.category is not Category.FULL  # by the user's word
