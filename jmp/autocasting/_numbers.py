@@ -65,7 +65,7 @@ def length_of(dimension: Any) -> int:
     return dimension if isinstance(dimension, int) else UNKNOWN
 
 
-@functools.cache  # it is asked for every value
+@functools.lru_cache(1024)  # it is asked for every value
 def size_of(shape: Shape) -> int:
     """Returns the number of elements; dimensions that are symbols count as `UNKNOWN`."""
     return math.prod([n if isinstance(n, int) else UNKNOWN for n in shape])
