@@ -21,14 +21,13 @@ PEERS := jmp==0.0.4 mixed-precision-for-JAX==0.1.8
 
 # Published models to try autocast on; transformers 4 and diffusers 0.35 are the last with Flax.
 PUBLISHED := 'transformers==4.57.*' 'diffusers==0.35.*' 'keras==3.15.*' jraph==0.0.6.dev0 \
-	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*' 'numpyro==0.22.*' \
-	'flowjax==19.1.*' 'brax==0.14.*'
+	'e3nn-jax==0.21.*' 'dm-haiku==0.0.17' 'diffrax==0.7.*' 'equinox==0.13.*'
 
 # Of a release: LINKS and IMAGES are addresses that stand before the relative links of the README.
 LINKS ?=
 IMAGES ?=
 
-.PHONY: help train setup test test-matrix bench public-models soak package lint types clean
+.PHONY: help train setup test test-matrix bench public-models package lint types clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -64,7 +63,7 @@ test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the 
 			$(IN_NEWER_FORMS) || exit 1; \
 	done
 	@echo "Every test ran on JAX $(JAXLIB), a part of them on JAX 0.12 and in its newer forms. Left to others:" \
-		"make test-matrix (every test on each version), make soak (trainings of hours), make public-models."
+		"make test-matrix (every test on each version), make public-models."
 
 .PHONY: quick quick-list
 quick: .venv-test/installed  ## Run what belongs to FILE=jmp/trees.py, or to what git diff touches; half a minute.
@@ -81,10 +80,8 @@ test-matrix: $(MATRIX:%=.venv-jax-%/installed)  ## Run every test on every versi
 
 bench: .venv-test/installed benchmarks/peers/installed  ## Count and time everything that needs no GPU; an hour.
 	.venv-test/bin/python -m benchmarks.run --suite compiled
-	.venv-test/bin/python -m benchmarks.run --suite checks --only gpt2 resnet50-cifar-128 update-60
 	.venv-test/bin/python -m benchmarks.run --suite wire
 	.venv-test/bin/python -m benchmarks.run --suite programs
-	.venv-test/bin/python -m benchmarks.run --suite cpu --only gpt2 update-60
 	.venv-test/bin/python -m benchmarks.report
 
 .PHONY: targets
@@ -97,9 +94,6 @@ docs: .venv-test/docs  ## Build the documentation into site/; a warning is an er
 public-models: .venv-published/installed .venv-test/installed  ## Try autocast on models that others published; an hour.
 	.venv-published/bin/python -m benchmarks.public_models
 	.venv-test/bin/python -m benchmarks.report
-
-soak: .venv-test/installed  ## Kill and resume trainings, and whatever else takes long; half an hour.
-	JAX_PLATFORMS=cpu .venv-test/bin/python -m benchmarks.soak
 
 package: .venv-test/installed  ## Build wheel and sdist into dist/ and try them in a clean environment.
 	.venv-test/bin/python -m tests.project.package $(if $(LINKS),--links $(LINKS) --images $(IMAGES))

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.adapters import linen, nnx
 from testbed import (
     float8_programs,
     gpt2,
@@ -25,17 +24,15 @@ from testbed import (
     random_graphs,
     random_programs,
 )
-from testbed.adapter_cases import ADAPTERS, IMAGES
 from testbed.planned import MODULES as PLANNED
 
 
 class Program(NamedTuple):
-    """A float32 function, and how autocast is applied to it.
+    """A float32 function, and the options that autocast may get.
 
     Attributes:
-      fun: what a user writes; of a model that an adapter wraps, that model in float32.
+      fun: what a user writes.
       args: arrays or their shapes.
-      lower: `(policy, options)` to the function in mixed precision; None for `jmp.autocast`.
       scopes: patterns of its name scopes.
       written: the options that it was written for.
       has_attention: whether attention is in it.
@@ -44,7 +41,6 @@ class Program(NamedTuple):
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
-    lower: Callable[[str, dict[str, Any]], Callable[..., Any]] | None = None
     scopes: Sequence[str] = ()
     written: dict[str, Any] | None = None
     has_attention: bool = False
@@ -134,37 +130,14 @@ def _gpt2(layers: int) -> Program:
 
 
 def of_published() -> Makers:
-    made: Makers = {}
-    for pattern in published_models.PATTERNS:
-        made[pattern.name] = functools.partial(_pattern, pattern)
-        made[f"{pattern.name} by an adapter"] = functools.partial(_adapted, pattern)
-    return made
+    return {
+        pattern.name: functools.partial(_pattern, pattern) for pattern in published_models.PATTERNS
+    }
 
 
 @functools.cache
 def _pattern(pattern: published_models.Pattern) -> Program:
     return _of_loss(*pattern.make())
-
-
-def _adapted(pattern: published_models.Pattern) -> Program:
-    wrap = {"linen": linen.autocast, "nnx": nnx.autocast}[pattern.adapter]
-
-    def lower(policy: str, options: dict[str, Any]) -> Callable[..., Any]:
-        return pattern.make(wrap=lambda model: wrap(model, policy, **options))[0]
-
-    return _pattern(pattern)._replace(lower=lower)
-
-
-def of_adapters() -> Makers:
-    return {adapter.name: functools.partial(_adapter, adapter) for adapter in ADAPTERS}
-
-
-@functools.cache
-def _adapter(adapter: Any) -> Program:
-    def lower(policy: str, options: dict[str, Any]) -> Callable[..., Any]:
-        return adapter.forward(policy, **options)
-
-    return Program(lower("full", {}), (*adapter.init(), IMAGES), lower, [adapter.head])
 
 
 # Small programs, each written for one thing.
@@ -267,7 +240,6 @@ def _random(draw: Callable[[int], random_graphs.Program]) -> Callable[[int], Pro
 SOURCES: dict[str, Source] = {
     "models": Source(120, of_models, has_reports=False),
     "published": Source(50, of_published),
-    "adapters": Source(40, of_adapters),
     "positions": Source(200, of_positions),
     "planned": Source(560, of_planned),
     "operations": Source(500, of_operations),
@@ -299,8 +271,7 @@ def drawn_programs(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[
             as_written = is_first and program.written is not None
             way = random.Random(f"{seed} {name} {number}")
             policy, options = _as_written(program) if as_written else _way(way, program)
-            # A report says nothing of what an adapter has lowered already.
-            has_report = program.lower is None and (source.has_reports or number % 3 == 0)
+            has_report = source.has_reports or number % 3 == 0
             yield Drawn(name, f"{number} {title}", program, policy, options, has_report)
 
 
@@ -354,8 +325,8 @@ def _way(way: random.Random, program: Program) -> tuple[str, dict[str, Any]]:
         half = "f16" if "float16" in policy and "bfloat16" not in policy else "bf16"
         kept = way.choice(["float32", f"p=f32,c=f32,o={half}"])
         options["rules"] = [(way.choice(program.scopes), kept)]
-    if program.lower is None and way.random() < 0.08:
+    if way.random() < 0.08:
         options |= way.choice(OVERRIDES)
-    if program.lower is None and way.random() < 0.15:
+    if way.random() < 0.15:
         options["platform"] = "tpu"
     return policy, options

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.text import Text
 
-from benchmarks.pages import programs, recipes, small_states, targets
+from benchmarks.pages import programs, recipes, targets
 from benchmarks.processes import ROOT
 
 FOLDER = ROOT / "docs" / "figures"
@@ -97,7 +97,6 @@ DRAWINGS |= {
     "gpt2_times": (programs.plot_times, ("benchmarks/gpu.json",)),
     "compiled": (recipes.plot, ("benchmarks/compiled.json",)),
     "targets": (targets.plot, ("benchmarks/targets.json",)),
-    "small_states": (small_states.plot, ("small_states.json",)),
 }
 
 

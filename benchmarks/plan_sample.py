@@ -79,11 +79,6 @@ def record(drawn: Drawn) -> dict[str, str]:
 
         return of_leaves
 
-    def lowered() -> Callable[..., Any]:
-        if program.lower is not None:
-            return program.lower(drawn.policy, options)
-        return jmp.autocast(program.fun, drawn.policy, **options)
-
     def report() -> str:
         asked = precision_report(program.fun, drawn.policy, **options)
         return report_text(asked(*program.args).to_dict())
@@ -92,7 +87,7 @@ def record(drawn: Drawn) -> dict[str, str]:
     parts: dict[str, str] = {}
     with _as_drawn(options), _warnings_of_jmp(told):
         try:
-            function = taking(lowered())
+            function = taking(jmp.autocast(program.fun, drawn.policy, **options))
         except Exception as error:  # of the options
             parts["forward"] = error_text(error)
         else:

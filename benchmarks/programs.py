@@ -15,18 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-import jmp
-from benchmarks import float8_convolutions
 from benchmarks._names import named
-from benchmarks._roofline import modelled_limit
 from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from testbed.machines import attentions, float8_steps
 from testbed.machines.gpus import Program, compile_for_h200, one_gpu
 from testbed.machines.training_steps import WAYS, compile_step
-from testbed.models import MODELS, gpt
+from testbed.models import MODELS
 from testbed.passes import without_pass
 
 MODEL_TITLES = {
@@ -51,15 +47,6 @@ FLOAT8_RULES: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManage
         "GPT, 4 layers of width 512, 8 x 512 tokens",
         lambda: replaced({"float8._passes._shared_factors": lambda _: set()}),
     ),
-}
-# The rules of a step, and the global default precision, which applies only to float32 products.
-HEAD = "GPTModule/Dense_0"
-HEAD_IN_FLOAT32 = [(HEAD, "float32")]
-HEADS: dict[str, tuple[list[tuple[str, str]], str | None]] = {
-    "all in half": ([], None),
-    "the logits' with a float32 result": ([(HEAD, "mixed_bfloat16,result=f32")], None),
-    "the logits' in float32, as TF32": (HEAD_IN_FLOAT32, "tensorfloat32"),
-    "the logits' in float32": (HEAD_IN_FLOAT32, None),
 }
 GPT2_SMALL = ["--layers=12", "--width=768", "--heads=12", "--length=1024", "--vocabulary=50257"]
 
@@ -131,35 +118,6 @@ def gpt2_memory(run: str) -> dict[str, Any]:
     return example.to_dict(example.count(*policy, arguments, sharding=one_gpu()), arguments)
 
 
-def head(title: str) -> dict[str, Any]:
-    """Counts a step of GPT-2 small whose logits are computed so; and the error on a small GPT."""
-    rules, default = HEADS[title]
-    lowered = functools.partial(jmp.autocast, policy="mixed_bfloat16", rules=rules)
-    sizes = {"layers": 12, "width": 768, "length": 1024, "vocabulary": 50257}
-    params, batch = jax.eval_shape(lambda: gpt(**sizes)[1:])
-
-    def step(params: Any, *batch: Any) -> Any:
-        gradients = jax.grad(lowered(gpt(**sizes)[0]))(params, *batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
-
-    with jax.default_matmul_precision(default):
-        program = compile_for_h200(step, params, *batch, donate_argnums=0)
-    loss, params, batch = gpt(layers=2, width=128, length=64, vocabulary=4096)
-    exact, half = (jax.jit(jax.grad(f))(params, *batch) for f in (loss, lowered(loss)))
-    difference = jax.tree.map(jnp.subtract, half, exact)
-    error = float(optax.global_norm(difference) / optax.global_norm(exact))
-    limit = modelled_limit(program.text)
-    return {**figures(program), "model_ms": limit, "gradient_error": error}
-
-
-def convolution(title: str) -> dict[str, Any]:
-    return {"rows": float8_convolutions.single_products(title)}
-
-
-def convolution_step(title: str) -> dict[str, Any]:
-    return {"rows": float8_convolutions.training_steps(title)}
-
-
 def rows(count: Callable[[Any], Any], names: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Returns `{title: count of what stands under it}`."""
     return {title: functools.partial(count, given) for title, given in names.items()}
@@ -180,18 +138,7 @@ GROUPS = (
     Group("float8", "Steps in float8", rows(float8_step, same(float8_steps.FULL_SIZES))),
     Group("float8-rules", "Rules of float8", rows(float8_rule, same(FLOAT8_RULES))),
     Group("columns", "Columns of a product", rows(odd_columns, {"4096": 4096, "4095": 4095})),
-    Group("head", "GPT-2 124M, 8 x 1024 tokens, bfloat16: its products", rows(head, same(HEADS))),
     Group("memory", "GPT-2 124M, 8 x 1024 tokens", rows(gpt2_memory, same(MEMORY_RUNS))),
-    Group(
-        "convolutions",
-        "Convolutions in float8, alone",
-        rows(convolution, same(float8_convolutions.KERNELS)),
-    ),
-    Group(
-        "convolution-steps",
-        "Convolutions in float8, in training steps",
-        rows(convolution_step, same(float8_convolutions.STEPS)),
-    ),
 )
 
 

@@ -84,7 +84,7 @@ def line(name: str, result: dict[str, Any]) -> str:
         if "error" in found:
             parts.append(f"{recipe}: {found['error']}")
         elif recipe != "float32":
-            error = found.get("gradient_error", found.get("error_of_scores"))
+            error = found["gradient_error"]
             ok = f"{error:.1e}" if math.isfinite(error) else "not finite"
             parts.append(f"{recipe}: {found['half']} of {found['products']} half, {ok}")
     return f"{name}: " + "; ".join(parts)

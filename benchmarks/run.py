@@ -1,19 +1,17 @@
 """Measures training steps in every recipe, side by side, and writes JSON for `report.py`.
 
     python -m benchmarks.run --suite compiled    # bytes, kernels, memory on an H200; needs no GPU
-    python -m benchmarks.run --suite checks    # the same for ways to check gradients
     python -m benchmarks.run --suite wire    # what eight H200s send each other; needs no GPU
     python -m benchmarks.run --suite programs    # the other tables of pages, also of an H200
     python -m benchmarks.run --suite targets    # GPUs and TPUs; after `make targets`
     python -m benchmarks.run --suite families    # the same of models that no rule was tuned on
     python -m benchmarks.run --suite gpu --minutes 9 --resume    # paired times on a GPU
-    python -m benchmarks.run --suite cpu    # update, trace and compile ratios on this CPU
     python -m benchmarks.run --rehearse --suite gpu    # everything at a tiny size, on any machine
 
 A run with `--only`, `--recipes` or `--machines` replaces those results in the file and keeps the
 others, so that a long suite can be run in parts; results of another machine are not kept. With
 `--minutes` a run begins no workload after so many, and `--resume` goes on where one ended. `make
-bench` installs what compiled, checks, wire, programs and cpu need, and the GPUs of targets. The
+bench` installs what compiled, wire and programs need, and the GPUs of targets. The
 suite gpu needs JAX for CUDA and, for its PyTorch rows, torch: `make benchmarks/peers/installed`,
 then `pip install -e '.[test,cuda13]' torch`.
 """
@@ -37,7 +35,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import families, gpu_parts, programs, targets, wire, workloads
-from benchmarks.finite_checks import CHECKS
 from benchmarks.pairing import paired
 from benchmarks.processes import ROOT, Process
 from benchmarks.recipes import RECIPES, find
@@ -47,7 +44,7 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-COUNTING = ("compiled", "checks", "wire", "programs", "targets", "families")  # without a device
+COUNTING = ("compiled", "wire", "programs", "targets", "families")  # without a device
 # The most telling first: time on a GPU is short.
 GPU_ROWS = (
     *WORKLOADS[:2],
@@ -101,12 +98,7 @@ def rows_of(suite: str) -> tuple[Any, ...]:
 
 def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) -> list[str]:
     """Returns the names of the recipes that have something to run for `workload`."""
-    on_cpu = arguments.suite == "cpu"
-    names = [
-        row.name
-        for row in RECIPES
-        if row.address(workload) is not None and not (on_cpu and row.needs_cudnn)
-    ]
+    names = [row.name for row in RECIPES if row.address(workload) is not None]
     if compiled:
         names = [name for name in names if name != "tf32"]  # the same program as float32
     elif not isinstance(workload, Update):
@@ -142,13 +134,6 @@ def compiled_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> d
     options = {"workload": workload.name, "rehearse": arguments.rehearse}
     names = recipes_for(workload, arguments, compiled=True)
     return {"recipes": counted({name: (name, options) for name in names}, tick)}
-
-
-def checks_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
-    """Counts the step of our adapter with one finite check or another."""
-    options = {"workload": workload.name, "rehearse": arguments.rehearse}
-    checks = {check: ("adapter", {**options, "check": check}) for check in CHECKS}
-    return {"recipes": counted(checks, tick)}
 
 
 def wire_suite(case: wire.Case, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
@@ -217,23 +202,21 @@ def counted(
         return dict(zip(jobs, pool.map(count, jobs.values()), strict=True))
 
 
-def timed_suite(
-    workload: Any, arguments: argparse.Namespace, tick: Any, platform: str | None = None
-) -> dict[str, Any]:
+def timed_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
     """Times the steps in shuffled rounds; ratios are within a round, to the same step by hand."""
     options = {"workload": workload.name, "rehearse": arguments.rehearse}
     first = [BASELINE, CONTROL]
     others = [n for n in recipes_for(workload, arguments, compiled=False) if n != BASELINE]
     results: dict[str, Any] = {}
     flops: dict[str, Any] = {}
-    with workers(first, platform) as always:
-        results |= prepared(always, options, arguments, tick)
+    with workers(first) as always:
+        results |= prepared(always, options, tick)
         if "error" in results[BASELINE]:
             return {"recipes": {name: results[BASELINE] for name in (*first, *others)}}
         step_seconds = results[BASELINE]["step_seconds"]
         for start in range(0, len(others), TOGETHER):
-            with workers(others[start : start + TOGETHER], platform) as group:
-                results |= prepared(group, options, arguments, tick)
+            with workers(others[start : start + TOGETHER]) as group:
+                results |= prepared(group, options, tick)
                 alive = {n: p for n, p in (always | group).items() if "error" not in results[n]}
                 time_steps = {n: stepping(p) for n, p in alive.items()}
                 found = paired(time_steps, step_seconds, BASELINE, arguments.rounds)
@@ -257,9 +240,7 @@ def gpu_suite(row: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, A
     return {"recipes": {row.baseline: answer} if "error" in answer else answer}
 
 
-def prepared(
-    found: dict[str, Process], options: dict[str, Any], arguments: argparse.Namespace, tick: Any
-) -> dict[str, Any]:
+def prepared(found: dict[str, Process], options: dict[str, Any], tick: Any) -> dict[str, Any]:
     """Compiles in every process and takes the first steps."""
 
     def prepare(name: str) -> dict[str, Any]:
@@ -267,9 +248,8 @@ def prepared(
         tick()
         return answer
 
-    # A few at a time: on a GPU XLA times kernels while it compiles, not to be disturbed much. On a
-    # CPU, where it takes all cores, one: the seconds of compilation are reported.
-    with futures.ThreadPoolExecutor(1 if arguments.suite == "cpu" else TOGETHER) as pool:
+    # A few at a time: on a GPU XLA times kernels while it compiles, not to be disturbed much.
+    with futures.ThreadPoolExecutor(TOGETHER) as pool:
         return dict(zip(found, pool.map(prepare, found), strict=True))
 
 
@@ -277,38 +257,14 @@ def stepping(process: Process) -> Callable[[int], float]:
     return lambda steps: process.seconds("time", steps=steps)
 
 
-def cpu_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
-    """Times updates as they are; of models, whose half products no CPU is made for, tracing."""
-    if isinstance(workload, Update):
-        return timed_suite(workload, arguments, tick, "cpu")
-    names = recipes_for(workload, arguments, compiled=True)
-    options = {"workload": workload.name, "rehearse": arguments.rehearse}
-
-    def tracing(process: Process) -> Callable[[int], float]:
-        return lambda steps: process.seconds("trace", **options)
-
-    with workers(names, "cpu") as found:
-        for process in found.values():
-            process.ask("trace", **options)  # imports
-        time_steps = {name: tracing(process) for name, process in found.items()}
-        results = paired(time_steps, None, BASELINE, arguments.rounds)
-        for name, process in found.items():
-            if "error" not in results[name]:
-                results[name] |= process.ask("compile", **options)
-            tick()
-    return {"recipes": results}
-
-
 SUITES = {
     "compiled": compiled_suite,
-    "checks": checks_suite,
     "wire": wire_suite,
     "programs": programs_suite,
     "targets": targets_suite,
     # Compile and trace times are told: one job at a time.
     "families": functools.partial(targets_suite, do="family", jobs_of=families.jobs, together=1),
     "gpu": gpu_suite,
-    "cpu": cpu_suite,
 }
 
 

@@ -3,18 +3,14 @@
     JAX_PLATFORMS=cpu python -m benchmarks.small_states               # all, on two CPU cores
     JAX_PLATFORMS=cpu python -m benchmarks.small_states --only bytes
 
-Four parts, each of which replaces its own results in `results/small_states.json`:
+Three parts, each of which replaces its own results in `results/small_states.json`:
 
-* `digits`: ten optimizers of optax, unchanged, in each way of storing parameters and state, on
-  scikit-learn's handwritten digits. The model computes in float32 from parameters as they are
-  stored; gradients have the parameters' dtype. All that differs from float32 is storage.
 * `text`: the language model of `examples/char_lm.py`, smaller, by Adam with a learning rate that
-  falls to a hundredth.
+  falls to a hundredth. It computes in float32 from parameters as they are stored; gradients have
+  the parameters' dtype. All that differs from float32 is storage.
 * `moments`: Adam's second moment, stored in each way, after a gradient of 1 and 1,500 of 0.05.
 * `bytes`: what a parameter and Adam's state for it take, counted in the state; and what an update
   moves, counted in the program that XLA compiles for an H200, without a GPU.
-
-`--ways` trains some ways anew, and keeps what the file says of the others.
 
 Trainings of a seed have the same initial parameters and the same batches. A final loss is the mean
 of the last 20 steps.
@@ -33,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
-from sklearn.datasets import load_digits
 
 import jmp
 from benchmarks import figures
@@ -44,9 +39,7 @@ from jmp import transforms
 from testbed.machines.gpus import compile_for_h200
 
 LAST = 20  # steps, whose mean loss is the final one
-POINTS = 30  # of a curve in the file
-LIMIT = 0.01  # nats: a larger mean difference is marked
-VERSIONS = ("jax", "jaxlib", "flax", "optax", "scikit-learn")
+VERSIONS = ("jax", "jaxlib", "flax", "optax")
 
 Optimizer = optax.GradientTransformation
 
@@ -86,23 +79,6 @@ STRATEGIES = {
     "stochastic, float8_e4m3fn state": Strategy("bfloat16", "stochastic", "float8_e4m3fn"),
     "none": Strategy("bfloat16", "none"),
     "optax": Strategy("bfloat16", "optax"),
-    "full, float16": Strategy("float16", "full"),
-    "kahan, float16": Strategy("float16", "kahan"),
-    "stochastic, float16": Strategy("float16", "stochastic"),
-}
-BFLOAT16 = [name for name in STRATEGIES if not name.endswith("float16")]
-
-OPTIMIZERS: dict[str, Optimizer] = {
-    "adam": optax.adam(1e-3),
-    "adamw": optax.adamw(1e-3, weight_decay=1e-2),
-    "lion": optax.lion(3e-4),
-    "adafactor": optax.adafactor(1e-2),
-    "muon": optax.contrib.muon(3e-3),
-    "rmsprop": optax.rmsprop(1e-3),
-    "sgd with momentum": optax.sgd(2e-2, momentum=0.9),
-    "adagrad": optax.adagrad(2e-2),
-    "lamb": optax.lamb(5e-3),
-    "schedule_free_adamw": optax.contrib.schedule_free_adamw(2e-3),
 }
 
 # Beside the parameters of a GPT of width 640 with vectors: what an update is compiled for.
@@ -171,38 +147,7 @@ def summary(curves: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
         "differences": difference.tolist(),
         "difference": mean,
         "difference_spread": spread,
-        # "Not within", so that NaN is marked too.
-        "large": not abs(mean) <= LIMIT,
-        "beyond_two_spreads": not abs(mean) <= 2 * spread,
     }
-
-
-def digits_task(seeds: int, steps: int, batch_size: int = 64, width: int = 128) -> Task:
-    images, labels = load_digits(return_X_y=True)
-    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    sizes = (64, width, width, 10)
-
-    def first(seed: int) -> Any:
-        keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-        return {
-            f"layer_{index}": {
-                "kernel": jax.random.normal(key, shape) * (2 / shape[0]) ** 0.5,
-                "bias": jnp.zeros(shape[1]),
-            }
-            for index, (key, *shape) in enumerate(zip(keys, sizes, sizes[1:], strict=False))
-        }
-
-    def loss_fn(params: Any, chosen: jax.Array) -> jax.Array:
-        x = images[chosen]
-        for layer in params.values():
-            x = jax.nn.relu(x) @ layer["kernel"] + layer["bias"][None]
-        return optax.softmax_cross_entropy_with_integer_labels(x, labels[chosen]).mean()
-
-    batches = [
-        np.random.default_rng(seed).integers(len(labels), size=(steps, batch_size))
-        for seed in range(seeds)
-    ]
-    return Task(loss_fn, stacked(map(first, range(seeds))), jnp.asarray(np.stack(batches)))
 
 
 def text_task(arguments: argparse.Namespace) -> Task:
@@ -225,47 +170,27 @@ def stacked(trees: Any) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def digits(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
-    """Ten optimizers in each way, on handwritten digits."""
-    task = digits_task(arguments.seeds, arguments.digits_steps)
-    found: dict[str, Any] = {}
-    for name, optimizer in OPTIMIZERS.items():
-        rows = before["optimizers"][name] if arguments.ways else {}
-        reference = train(STRATEGIES["float32"], optimizer, task)
-        for way in arguments.ways or STRATEGIES:
-            started = time.perf_counter()
-            curves = reference if way == "float32" else train(STRATEGIES[way], optimizer, task)
-            rows[way] = summary(curves, reference)
-            console.print(line(f"{name}, {way}", rows[way], time.perf_counter() - started))
-        found[name] = rows
-    return {"steps": arguments.digits_steps, "parameters": size_of(task), "optimizers": found}
-
-
-def text(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+def text(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """A language model by Adam in each way that has bfloat16 parameters."""
     task, peak = text_task(arguments), arguments.learning_rate
     schedule = optax.cosine_decay_schedule(peak, arguments.text_steps, alpha=0.01)
-    rows = before["ways"] if arguments.ways else {}
+    rows = {}
     reference = train(STRATEGIES["float32"], optax.adam(schedule), task)
-    for way in arguments.ways or BFLOAT16:
+    for way in STRATEGIES:
         started = time.perf_counter()
         is_reference = way == "float32"
         curves = reference if is_reference else train(STRATEGIES[way], optax.adam(schedule), task)
-        size = max(1, curves.shape[1] // POINTS)
-        whole = curves[:, : curves.shape[1] // size * size].reshape(len(curves), -1, size)
         rows[way] = summary(curves, reference)
-        rows[way]["curve"] = [float(f"{loss:.5g}") for loss in whole.mean(axis=(0, 2))]
         console.print(line(way, rows[way], time.perf_counter() - started))
-    options = {"steps": arguments.text_steps, "steps_a_point": size, "parameters": size_of(task)}
+    options = {"steps": arguments.text_steps, "parameters": size_of(task)}
     options |= {name: getattr(arguments, name) for name in ("width", "length", "learning_rate")}
     return options | {"ways": rows}
 
 
 def line(name: str, row: dict[str, Any], seconds: float) -> str:
-    marks = "large " * row["large"] + "beyond two spreads" * row["beyond_two_spreads"]
     return (
         f"{name:48} {row['final_loss']:.4f}  {row['difference']:+.4f} "
-        f"± {row['difference_spread']:.4f}  {seconds:3.0f} s  {marks}"
+        f"± {row['difference_spread']:.4f}  {seconds:3.0f} s"
     )
 
 
@@ -282,7 +207,7 @@ def size_of(task: Task) -> int:
     return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(task.params))
 
 
-def moments(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+def moments(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """How much too small Adam's step becomes where the second moment does not fall."""
     shape, large, small, steps = (64, 64), 1.0, 0.05, 1500
     gradients = jnp.asarray([large] + [small] * steps)
@@ -311,22 +236,19 @@ def moments(arguments: argparse.Namespace, console: Console, before: Any) -> dic
     return {"large": large, "small": small, "steps": steps, "ways": rows}
 
 
-def bytes_of(arguments: argparse.Namespace, console: Console, before: Any) -> dict[str, Any]:
+def bytes_of(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Bytes a parameter: held with Adam's state, and moved by an update on an H200."""
     count = sum(int(np.prod(shape)) for shape in SHAPES)
-    rows = before["ways"] if arguments.ways else {}
-    for way in arguments.ways or BFLOAT16:
+    rows = {}
+    for way in STRATEGIES:
         dtype = STRATEGIES[way].dtype
         params = [jax.ShapeDtypeStruct(shape, dtype) for shape in SHAPES]
         tx = STRATEGIES[way](optax.adam(1e-3))
         state = jax.eval_shape(tx.init, params)
         program = compile_for_h200(update_of(tx), params, state, params, donate_argnums=(0, 1))
-        held = [nbytes(tree) / count for tree in (params, kept(state), state)]
+        held = [nbytes(tree) / count for tree in (params, state)]
         rows[way] = {
-            "parameter": held[0],
-            "beside": held[1],
-            "state": held[2] - held[1],
-            "held": held[0] + held[2],
+            "held": sum(held),
             "moved": program.bytes_moved / count,
         }
         console.print(f"{way:40} held {rows[way]['held']:.2f}, moved {rows[way]['moved']:.2f}")
@@ -337,14 +259,7 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def kept(state: Any) -> Any:
-    """Returns what is kept beside half parameters, for their sake."""
-    inner = getattr(state, "inner_state", None)
-    names = {"masters", "remainders", "compensations"} & set(getattr(inner, "_fields", ()))
-    return [getattr(inner, name) for name in names]
-
-
-PARTS = {"digits": digits, "text": text, "moments": moments, "bytes": bytes_of}
+PARTS = {"text": text, "moments": moments, "bytes": bytes_of}
 
 
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -355,10 +270,8 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--output", type=pathlib.Path, default=ROOT / "results" / "small_states.json")
-    add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="default: all four")
-    add("--ways", choices=STRATEGIES, nargs="+", help="default: all, and nothing is kept")
+    add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="default: all three")
     add("--seeds", type=int, default=5)
-    add("--digits-steps", type=int, default=400)
     add("--text-steps", type=int, default=2000)
     add("--width", type=int, default=64, help="of the language model")
     add("--length", type=int, default=32, help="characters that it sees at once")
@@ -372,7 +285,7 @@ def main(given: Sequence[str] | None = None) -> None:
     results = json.loads(output.read_text()) if output.exists() else {}
     for name in arguments.only:
         started = time.perf_counter()
-        found = {"seeds": arguments.seeds} | PARTS[name](arguments, console, results.get(name))
+        found = {"seeds": arguments.seeds} | PARTS[name](arguments, console)
         results[name] = found | facts(started, VERSIONS)
         write(output, finite_or_none(results))
     console.print(f"Wrote {output}.")

@@ -3,12 +3,11 @@
     make targets    # an environment with the compiler for TPUs
     python -m benchmarks.run --suite targets --only gpt lstm --machines b200 v5e
 
-Counted, not timed: bytes, memory, kernels of a GPU, the cycles that XLA estimates for a TPU, and
-the CPU seconds that XLA takes to compile. A row is a model, an update of an optimizer, or a model
-on eight TPUs; its jobs are programs, which are compiled each in a process of its own, those for
-TPUs by the interpreter that the environment variable `JMP_TPU_PYTHON` names, else by that of
-`.venv-targets`; and some for an H200 by a second compiler, that of the newest JAX
-(`JMP_NEWEST_PYTHON`, else `.venv-jax-0.12`).
+Counted, not timed: bytes, memory, kernels of a GPU, and the cycles that XLA estimates for a TPU. A
+row is a model, an update of an optimizer, or a model on eight TPUs; its jobs are programs, which
+are compiled each in a process of its own, those for TPUs by the interpreter that the environment
+variable `JMP_TPU_PYTHON` names, else by that of `.venv-targets`; and those of families also by a
+second compiler, that of the newest JAX (`JMP_NEWEST_PYTHON`, else `.venv-jax-0.12`).
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from benchmarks import wire
 from benchmarks._names import named
 from benchmarks.models import ViT
 from benchmarks.processes import ROOT
-from benchmarks.recipes import by_hand, small_states
+from benchmarks.recipes import by_hand
 from benchmarks.recipes._training import update_of
 from benchmarks.workloads import UPDATES, Update
 from jmp import transforms
@@ -43,8 +42,6 @@ MACHINES = (*GPUS, *TPUS)
 GPU_HALVES = ("float16", "bfloat16")
 TPU_HALVES = ("bfloat16",)  # no TPU multiplies float16
 BASE = "by hand"
-TIMED = "h200"  # whose compile time is told
-ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +74,6 @@ class Row:
       program: returns the compiled program of a job; at a small size if so asked.
       ways: those it is written in.
       machines: those it is compiled for.
-      is_step: whether it is a training step, whose compile time is told too.
-      gpu_halves: the half dtypes in which it is compiled for GPUs.
     """
 
     name: str
@@ -86,19 +81,14 @@ class Row:
     program: Callable[[Job, bool], Any]
     ways: tuple[str, ...] = ("float32", BASE, "autocast")
     machines: tuple[str, ...] = MACHINES
-    is_step: bool = True
-    gpu_halves: tuple[str, ...] = GPU_HALVES
 
     def jobs(self) -> Iterator[Job]:
         for machine in self.machines:
-            halves = TPU_HALVES if machine in TPUS else self.gpu_halves
+            halves = TPU_HALVES if machine in TPUS else GPU_HALVES
             for way in self.ways:
                 # A step in float32 has no half dtype: one program for all.
                 for half in ("float32",) if way == "float32" else halves:
                     yield Job(machine, half, way)
-            if machine == TIMED and "autocast" in self.ways and self.is_step:
-                yield from (Job(machine, half, "compile time") for half in halves)
-                yield from (Job(machine, TPU_HALVES[0], way, True) for way in (BASE, "autocast"))
 
 
 # Models.
@@ -189,23 +179,8 @@ def small_adam(name: str, job: Job, is_small: bool) -> Any:
     """Half parameters with small states and bfloat16 gradients, checked only if they are scaled."""
     shapes = UPDATES[0].shapes[:: SMALL_PART if is_small else 1]
     params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    if job.way == BASE:
-        of_tensor, beside, moments = small_states.BY_HAND[name]
-        empty = jax.ShapeDtypeStruct((), jnp.bool_)
-        kept = [empty if beside is None else jax.ShapeDtypeStruct(s, beside) for s in shapes]
-        moment = [jax.ShapeDtypeStruct(shape, moments) for shape in shapes]
-        state = kept, moment, moment, jax.ShapeDtypeStruct((), jnp.int32)
-
-        def step(params: Any, state: Any, gradients: Any) -> Any:
-            *trees, count = state
-            tensors = zip(params, *trees, gradients, strict=True)
-            params, *trees = zip(*(of_tensor(*each, count) for each in tensors), strict=True)
-            return list(params), (*map(list, trees), count + 1)
-
-    else:
-        tx = STORED[name](UPDATES[0].optimizer)
-        state, step = jax.eval_shape(tx.init, params), update_of(tx)
-
+    tx = STORED[name](UPDATES[0].optimizer)
+    state, step = jax.eval_shape(tx.init, params), update_of(tx)
     return compile_for(job.machine, step, params, state, params, donate_argnums=(0, 1))
 
 
@@ -237,27 +212,13 @@ VARIANTS = {row.title: _variant(row) for row in wire.VARIANTS}
 BY_HAND_ON_TPUS = wire.BY_HAND.title
 
 
-def _eight(name: str, title: str, axes: dict[str, int], places: Any) -> Row:
+def _eight(name: str, title: str, places: Any) -> Row:
     def program(job: Job, is_small: bool) -> TpuProgram:
-        mesh_of = functools.partial(v5es, axes)
+        mesh_of = functools.partial(v5es, {wire.DATA: 8})
         step = wire.language_model(mesh_of, places, VARIANTS[job.way], is_small)
         return compile_placed_for_tpus(step.function, *step.arguments, **step.options)
 
     return Row(name, title, program, tuple(VARIANTS), ("v5e",))
-
-
-def _eight_tpus() -> tuple[Row, ...]:
-    data, model = wire.DATA, wire.MODEL
-    return (
-        _eight("tpu-dp", "data parallel", {data: 8}, wire.REPLICATED),
-        _eight("tpu-fsdp", "FSDP", {data: 8}, wire.FSDP),
-        _eight(
-            "tpu-fsdp-tp",
-            "FSDP by 4, tensor parallel by 2",
-            {data: 4, model: 2},
-            wire.FSDP_AND_TENSOR_PARALLEL,
-        ),
-    )
 
 
 GENERATION = {
@@ -290,43 +251,36 @@ MODEL_ROWS = (
     _model("gru", "GRU", small=GRU_SMALL, model=Model("gru", gru, GRU_SMALL)),
     _model("equinox_attention", "Attention, Equinox", sizes=ODD_ROWS, machines=GPUS),
 )
-UPDATE_ROWS = (
-    Row("adam", "Adam with float32 masters", adam, (BASE, "ours")),
-    *(
-        Row(
-            f"adam-{name}",
-            f"Adam, {name}",
-            functools.partial(small_adam, name),
-            (BASE, "ours") if name in small_states.BY_HAND else ("ours",),
-            gpu_halves=("bfloat16",),
-        )
-        for name in STORED
-    ),
+ADAM = Row("adam", "Adam with float32 masters", adam, (BASE, "ours"))
+SMALL_UPDATE_ROWS = tuple(
+    Row(f"adam-{name}", f"Adam, {name}", functools.partial(small_adam, name), ("ours",), ("v5e",))
+    for name in STORED
 )
 GENERATION_ROWS = tuple(
     Row(
         f"decode-{loop}-{cache}",
         f"{title}, {loop}",
         functools.partial(decode, loop, cache),
-        is_step=False,
     )
     for cache, title in GENERATION.items()
     for loop in (LOOPS if cache == "filled" else LOOPS[:1])
 )
-WIRE_ROWS = _eight_tpus()
-ROWS = (*MODEL_ROWS, *UPDATE_ROWS, *GENERATION_ROWS, *WIRE_ROWS)
+WIRE_ROWS = (
+    _eight("tpu-dp", "data parallel", wire.REPLICATED),
+    _eight("tpu-fsdp", "FSDP", wire.FSDP),
+)
+ROWS = (*MODEL_ROWS, ADAM, *GENERATION_ROWS)
+GATED_ROWS = (*SMALL_UPDATE_ROWS, *WIRE_ROWS)  # only tests compile them
 
 
 def find(name: str) -> Row:
-    return named("row", name, ROWS)
+    return named("row", name, (*ROWS, *GATED_ROWS))
 
 
 def counted(name: str, job: Job, small: bool) -> dict[str, Any]:
     """Returns what the results say of one program."""
     row = find(name)
     jax.clear_caches()  # of the programs before in this process
-    if job.way == "compile time":
-        return _compile_time(row, job, small)
     program = row.program(job, small)
     found = {
         "bytes_moved": program.bytes_moved,
@@ -335,21 +289,9 @@ def counted(name: str, job: Job, small: bool) -> dict[str, Any]:
         "loops_of_unknown_turns": program.loops_of_unknown_turns,
     }
     if not isinstance(program, TpuProgram):
-        newest = {"jaxlib": jax.lib.__version__} if job.newest else {}
-        return found | {"kernels": program.kernels} | newest
+        return found | {"kernels": program.kernels}
     found |= {"cycles": program.cycles, "libtpu": importlib.metadata.version("libtpu")}
     return found | ({"received": wire.received_of(program.text)} if row in WIRE_ROWS else {})
-
-
-def _compile_time(row: Row, job: Job, small: bool) -> dict[str, Any]:
-    """Returns the least CPU seconds of XLA for the steps by hand and by autocast, in turn."""
-    seconds: dict[str, list[float]] = {BASE: [], "autocast": []}
-    for _ in range(ROUNDS):
-        for way, found in seconds.items():
-            jax.clear_caches()
-            program = row.program(dataclasses.replace(job, way=way), small)
-            found.append(program.compile_seconds)
-    return {way: round(min(found), 2) for way, found in seconds.items()}
 
 
 def python_of(job: Job) -> str | None:

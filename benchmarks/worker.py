@@ -12,8 +12,6 @@ import importlib.metadata
 import json
 import math
 import os
-import pathlib
-import platform
 import subprocess
 import sys
 import time
@@ -33,21 +31,9 @@ class Worker:
         self._recipe = recipes.find(recipe)
         jax.config.update("jax_default_matmul_precision", self._recipe.matmul_precision)
 
-    def count(self, workload: str, rehearse: bool, check: str | None = None) -> dict[str, Any]:
-        """Counts the step compiled for an H200, without a device; with another finite check.
-
-        `model_ms` is a model of what its kernels take at least (`benchmarks/_roofline.py`).
-        """
-        from benchmarks._roofline import modelled_limit
+    def count(self, workload: str, rehearse: bool) -> dict[str, Any]:
+        """Counts the step compiled for an H200, without a device."""
         from testbed.machines.gpus import compile_for_h200
-
-        if check is not None:
-            from benchmarks.finite_checks import CHECKS
-            from jmp.transforms import _few_kernels
-
-            chosen = CHECKS[check]
-            # There is no option for it; this process counts one check and ends.
-            _few_kernels.gradients_finite = lambda tree: chosen(jax.tree.leaves(tree))
 
         training, *arguments = self._training(workload, rehearse)
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)
@@ -57,7 +43,6 @@ class Worker:
             "copies": program.copies,
             "conditionals": program.conditionals,
             "temp_bytes": program.temp_bytes,
-            "model_ms": modelled_limit(program.text),
         }
 
     def wire(self, case: str, variant: str, rehearse: bool) -> dict[str, Any]:
@@ -125,22 +110,6 @@ class Worker:
         jax.block_until_ready(self._state)
         return {"seconds": time.perf_counter() - started}
 
-    def trace(self, workload: str, rehearse: bool) -> dict[str, Any]:
-        """Traces the step from scratch, caches cleared."""
-        training, *arguments = self._training(workload, rehearse)
-        jax.clear_caches()
-        started = time.perf_counter()
-        jax.jit(training.step).trace(*arguments)
-        return {"seconds": time.perf_counter() - started}
-
-    def compile(self, workload: str, rehearse: bool) -> dict[str, Any]:
-        """Compiles the step for this machine's device, once."""
-        training, *arguments = self._training(workload, rehearse)
-        lowered = jax.jit(training.step, donate_argnums=0).lower(*arguments)
-        started = time.perf_counter()
-        lowered.compile()
-        return {"compile_seconds": time.perf_counter() - started}
-
     def flops(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Counts the operations of the step's products: those of the model, not of a recipe."""
         from jmp.diagnostics import precision_report
@@ -157,9 +126,8 @@ class Worker:
     def machine(self) -> dict[str, Any]:
         """Returns what the figures belong to."""
         device = jax.devices()[0]
-        on_cpu = device.platform == "cpu"
         return {
-            "device": f"{_processor()}, {os.cpu_count()} cores" if on_cpu else device.device_kind,
+            "device": device.device_kind,
             "platform": device.platform,
             "platform_version": " ".join(device.client.platform_version.split()),
             "driver": _driver(),
@@ -195,14 +163,6 @@ class Worker:
         training = self._recipe.make(found)
         key = jax.random.key(0)
         return training, jax.eval_shape(training.init, key), jax.eval_shape(found.batch, key)
-
-
-def _processor() -> str:
-    """Returns the name of this machine's processor."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _driver() -> str | None:

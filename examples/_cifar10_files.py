@@ -18,15 +18,12 @@ WAY_OUT = (
 class PlainUnpickler(pickle.Unpickler):
     """Reads arrays and plain containers, and refuses whatever else a pickle asks to be called."""
 
-    arrays, buffers = (np.empty(0).__reduce_ex__(protocol)[0] for protocol in (2, 5))
+    arrays = np.empty(0).__reduce_ex__(2)[0]
     admitted = {
         "numpy.ndarray": np.ndarray,
         "numpy.dtype": np.dtype,
         "numpy.core.multiarray._reconstruct": arrays,
         "numpy._core.multiarray._reconstruct": arrays,
-        "numpy._core.numeric._frombuffer": buffers,
-        # So Python 3 writes bytes in protocol 2; the originals are Python 2's, which did not.
-        "_codecs.encode": lambda text, _: text.encode("latin1"),
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -8,21 +8,26 @@ import os
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from sklearn.datasets import load_digits
+
+matplotlib.use("Agg")  # figures are written, and not shown
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLORS = ("#000000", "#D55E00", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
 # Not `results`, whose files are tracked and quoted in the documentation: `--output-dir results`
 # renews those, and `python -m benchmarks.report` then writes the pages and their figures anew.
 OUTPUT = pathlib.Path("runs")
-PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
+PRECISIONS = ["float32", "mixed_float16", "mixed_bfloat16"]
 # For jit, where precisions are compared: XLA for a CPU leaves the roundings of bfloat16 products
 # out, unless it is told not to, and bfloat16 would look better than it is on a GPU.
 ALL_ROUNDINGS = {"xla_allow_excess_precision": False}
@@ -55,25 +60,30 @@ def positive(kind: type) -> Callable[[str], Any]:
 
 
 def parse_options(description: str | None, **defaults: Any) -> argparse.Namespace:
-    """Parses the output folder, and an option for each default: a number above zero, or words.
+    """Parses the options of an example.
 
-    Of words a user may choose some.
+    Args:
+      description: the docstring of the example.
+      **defaults: by the name of an option a number above zero; a number and a word of help; or a
+        list of words, of which the user may choose some. --output-dir needs no row.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=OptionsHelp)
     for name, default in defaults.items():
         option = "--" + name.replace("_", "-")
-        if isinstance(default, tuple):
+        if isinstance(default, list):
             parser.add_argument(option, nargs="+", choices=default, default=default)
         else:
-            parser.add_argument(option, type=positive(type(default)), default=default)
+            number, help = default if isinstance(default, tuple) else (default, None)
+            kind = positive(type(number))
+            parser.add_argument(option, type=kind, default=number, help=help)
     parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
     return parser.parse_args()
 
 
-def device_line() -> str:
-    """Returns which device and which JAX the figures belong to."""
-    device = jax.devices()[0]
-    return f"Training on {device.device_kind} ({device.platform}), JAX {jax.__version__}"
+def load_images() -> tuple[np.ndarray, np.ndarray]:
+    """Returns scikit-learn's digits: float32[1797, 8, 8] in [0, 1] and int32[1797] labels."""
+    digits = load_digits()
+    return (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
 
 def stop(message: str) -> NoReturn:
@@ -95,7 +105,7 @@ def prepare_folder(folder: pathlib.Path, option: str) -> None:
         )
 
 
-def begin(arguments: argparse.Namespace, *more_folders: str) -> Console:
+def begin(arguments: argparse.Namespace, *more_folders: str, does: str = "Training") -> Console:
     """Makes the folders to write into, and says what device and what JAX the figures belong to.
 
     Returns: what to print to; of several processes the first prints, the others are silent.
@@ -103,26 +113,9 @@ def begin(arguments: argparse.Namespace, *more_folders: str) -> Console:
     for name in ("output_dir", *more_folders):
         prepare_folder(getattr(arguments, name), "--" + name.replace("_", "-"))
     console = Console(quiet=jax.process_index() > 0)
-    console.print(device_line())
+    device = jax.devices()[0]
+    console.print(f"{does} on {device.device_kind} ({device.platform}), JAX {jax.__version__}")
     return console
-
-
-def every(seconds: float) -> Callable[[], bool]:
-    """Returns what is true when it is first called, and then once in so many seconds.
-
-    A line of progress that is printed each time also shows in a log file, where no bar is drawn.
-    """
-    next_time = -math.inf
-
-    def is_due() -> bool:
-        nonlocal next_time
-        now = time.monotonic()
-        if now < next_time:
-            return False
-        next_time = now + seconds
-        return True
-
-    return is_due
 
 
 @contextlib.contextmanager
@@ -140,13 +133,11 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def save_figure(figure: Any, path: pathlib.Path, source: str | None = None) -> None:
-    """Writes a figure; of an SVG `source` says inside the file what it was drawn from."""
-    import matplotlib
-
+    """Writes a figure as SVG; `source` says inside the file what it was drawn from."""
     # The same figure is the same file: no date, no random names.
-    options = {"metadata": {"Date": None, "Source": source}} if path.suffix == ".svg" else {}
+    metadata = {"Date": None, "Source": source}
     with matplotlib.rc_context({"svg.hashsalt": "jmp"}), written_whole(path) as file:
-        figure.savefig(file, dpi=160, **options)
+        figure.savefig(file, metadata=metadata)
 
 
 def draw_band(
@@ -170,6 +161,27 @@ def draw_skipped(axes: Any, skipped: Any) -> None:
     axes.vlines(skipped, 0, 1, COLORS[1], linewidth=1.0)
     axes.set(ylim=(0, 1), yticks=[])
     axes.set_ylabel("skipped\nsteps", rotation=0, ha="right", va="center", fontsize=8)
+
+
+def plot_run(history: dict[str, Any]) -> tuple[Any, Any]:
+    """Draws loss, loss scale and skipped steps below each other; returns figure and axes."""
+    figure, panels = plt.subplots(
+        3, figsize=(7, 5.4), height_ratios=(5, 4, 0.6), sharex=True, layout="constrained"
+    )
+    top, bottom, last = panels
+    losses = np.array(history["loss"], float)  # null, of an infinity or a NaN, is NaN
+    # With a dot each: a finite loss between two that are NaN has no line.
+    look = {"color": COLORS[3], "linewidth": 0.9, "markersize": 3}
+    top.plot(losses, ".-", label="loss, where finite", **look)
+    top.set(yscale="log", ylabel="training loss, nats")
+    bottom.plot(history["loss_scale"], color=COLORS[0], linewidth=1.4, drawstyle="steps-post")
+    bottom.set_yscale("log", base=2)
+    bottom.set(ylabel="loss scale after the step")
+    draw_skipped(last, np.flatnonzero(~np.array(history["grads_finite"], bool)))
+    last.set(xlabel="step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    return figure, panels
 
 
 def legend_above(axes: Any, **options: Any) -> None:
@@ -198,7 +210,7 @@ def write_report(path: pathlib.Path, options: argparse.Namespace, **results: Any
 
 def print_table(console: Console, *rows: Sequence[Any]) -> None:
     """Prints rows, of which the first has the headings, and the first cell of each its name."""
-    table = Table(rows[0][0])
+    table = Table(rows[0][0], box=box.SIMPLE, padding=0)
     for heading in rows[0][1:]:
         table.add_column(heading, justify="right")
     for name, *cells in rows[1:]:

@@ -29,30 +29,20 @@ def _processes(text: str) -> Any:
 
 def check_processes(arguments: argparse.Namespace) -> None:
     """Raises ValueError for processes that could never meet."""
-    processes = arguments.processes
-    given = {"--process-id": arguments.process_id, "--coordinator": arguments.coordinator}
-    if processes == "auto":
+    processes, own, address = arguments.processes, arguments.process_id, arguments.coordinator
+    if processes == "auto" or (processes, own, address) == (None, None, None):
         return
-    if processes is None:
-        if said := [f"{name} {value}" for name, value in given.items() if value is not None]:
-            raise ValueError(f"Got {' '.join(said)}, but no --processes; expected how many run.")
-        return
-    if missing := [name for name, value in given.items() if value is None]:
+    if None in (processes, own, address):
         raise ValueError(
-            f"Got --processes {processes}, but no {' and no '.join(missing)}; expected such as "
-            f"--processes {processes} --process-id 0 --coordinator localhost:9876, with the id 0 "
-            f"to {processes - 1} in each process another, and the address of process 0 in all."
+            f"Got --processes {processes}, --process-id {own} and --coordinator {address}; "
+            f"expected all three, such as --processes {processes or 2} --process-id 0 "
+            "--coordinator localhost:9876, the address of process 0 in all of them."
         )
-    if not 0 <= arguments.process_id < processes:
+    host, _, port = address.rpartition(":")
+    if not (0 <= own < processes and host and port.isdigit()):
         raise ValueError(
-            f"Got --process-id {arguments.process_id} of --processes {processes}; expected one of "
-            f"0 to {processes - 1}, counted from 0, in each process another."
-        )
-    host, _, port = arguments.coordinator.rpartition(":")
-    if not (host and port.isdigit()):
-        raise ValueError(
-            f"Got --coordinator {arguments.coordinator}; expected the address of process 0 as "
-            "HOST:PORT, such as localhost:9876."
+            f"Got --process-id {own} and --coordinator {address}; expected an id from 0 to "
+            f"{processes - 1}, in each process another, and the address of process 0 as HOST:PORT."
         )
 
 

@@ -41,9 +41,6 @@ class Sums:
     def _digits_of(self, numbers: Any, count: int) -> Any:
         return numbers[:, None] // 10 ** np.arange(count)[::-1] % 10
 
-    def all_texts(self) -> np.ndarray:
-        return self.texts(np.arange(100**self.digits))
-
 
 @dataclasses.dataclass(frozen=True)
 class GPT:

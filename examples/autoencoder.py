@@ -13,8 +13,6 @@ With a scaled loss the gradients are not zero.
 Writes `autoencoder.json` and `autoencoder.svg` into the output folder.
 """
 
-import argparse
-import pathlib
 import time
 import warnings
 from typing import Any
@@ -22,30 +20,24 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from _common import (
     COLORS,
-    OUTPUT,
-    OptionsHelp,
     begin,
     draw_band,
-    positive,
+    finish,
+    load_images,
+    parse_options,
+    print_table,
     rounded,
-    save_figure,
-    write_report,
 )
 from rich.progress import Progress
-from rich.table import Table
-from sklearn.datasets import load_digits
 
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 # Name, policy, loss scale. The dynamic one starts at torch's 2**16.
 RUNS = (
@@ -72,21 +64,6 @@ class Autoencoder(nn.Module):
 
 def loss_fn(params: Any, apply_fn: Any, images: jax.Array) -> jax.Array:
     return jnp.mean((apply_fn({"params": params}, images) - images) ** 2)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--steps", type=positive(int), default=2000)
-    parser.add_argument("--batch-size", type=positive(int), default=256)
-    parser.add_argument("--seeds", type=positive(int), default=3)
-    parser.add_argument("--learning-rate", type=positive(float), default=1e-3)
-    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    return parser.parse_args()
-
-
-def load_images() -> np.ndarray:
-    """Returns float32[1797, 64] in [0, 1]."""
-    return (load_digits().data / 16).astype(np.float32)
 
 
 def train(
@@ -164,9 +141,10 @@ def plot(report: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    options = {"steps": 2000, "batch_size": 256, "seeds": 3, "learning_rate": 1e-3}
+    arguments = parse_options(__doc__, **options)
     console = begin(arguments)
-    images = load_images()
+    images = load_images()[0].reshape(-1, 64)
     runs = {}
     with Progress(console=console) as progress:
         for name, policy, loss_scale in RUNS:
@@ -174,26 +152,16 @@ def main() -> None:
             tick = lambda task=task: progress.advance(task)
             runs[name] = train(policy, loss_scale, images, arguments, tick)
 
-    table = Table(title="A deep autoencoder of handwritten digits")
-    table.add_column("run")
-    for heading in ("final loss", "lowest", "highest", "zero gradients", "seconds a seed"):
-        table.add_column(heading, justify="right")
+    headings = ["run", "final loss", "lowest", "highest", "zero gradients", "seconds a seed"]
+    rows = []
     for name, run in runs.items():
-        table.add_row(
-            name,
-            f"{np.mean(run['final_losses']):.4f}",
-            f"{min(run['final_losses']):.4f}",
-            f"{max(run['final_losses']):.4f}",
-            f"{100 * np.mean(run['zero_gradients']):.0f} %",
-            f"{run['seconds']:.0f}",
-        )
-    console.print(table)
+        losses, zeros = run["final_losses"], np.mean(run["zero_gradients"])
+        cells = float(np.mean(losses)), min(losses), max(losses)
+        rows.append([name, *cells, f"{100 * zeros:.0f} %", f"{run['seconds']:.0f}"])
+    print_table(console, headings, *rows)
     mean_image_loss = float(images.var(axis=0).mean())
     console.print(f"The mean image as output has a loss of {mean_image_loss:.4f}.")
-    path = arguments.output_dir / "autoencoder.json"
-    report = write_report(path, arguments, mean_image_loss=mean_image_loss, runs=runs)
-    save_figure(plot(report), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and autoencoder.svg beside it.")
+    finish(console, arguments, "autoencoder", plot, mean_image_loss=mean_image_loss, runs=runs)
 
 
 if __name__ == "__main__":

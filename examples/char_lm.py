@@ -13,7 +13,6 @@ Two precisions are called equivalent here if the whole interval lies within `--m
 Writes `char_lm.json` and `char_lm.svg` into the output folder.
 """
 
-import argparse
 import functools
 import pathlib
 import sysconfig
@@ -23,32 +22,26 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from _common import (
     ALL_ROUNDINGS,
     COLORS,
-    OUTPUT,
-    OptionsHelp,
     begin,
     draw_band,
-    positive,
+    finish,
+    parse_options,
+    print_table,
     rounded,
-    save_figure,
     stop,
-    write_report,
 )
 from rich.progress import Progress
-from rich.table import Table
 from scipy import stats
 
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 POLICIES = {"float32": "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 
@@ -64,21 +57,6 @@ class CharLM(nn.Module):
         x = nn.Embed(self.vocabulary, self.width)(text)
         x = nn.RNN(nn.OptimizedLSTMCell(self.width))(x)
         return nn.Dense(self.vocabulary)(x)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--steps", type=positive(int), default=300)
-    parser.add_argument("--batch-size", type=positive(int), default=32)
-    parser.add_argument("--seeds", type=positive(int), default=10)
-    parser.add_argument("--length", type=positive(int), default=64, help="characters a sequence")
-    parser.add_argument("--width", type=positive(int), default=128)
-    parser.add_argument("--learning-rate", type=positive(float), default=5e-3)
-    parser.add_argument("--characters", type=positive(int), default=2_000_000, help="of the text")
-    parser.add_argument("--held-out", type=positive(float), default=0.1, help="share of the text")
-    parser.add_argument("--margin", type=positive(float), default=0.01, help="nats a character")
-    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    return parser.parse_args()
 
 
 def load_text(characters: int = 1_000_000) -> tuple[np.ndarray, int]:
@@ -100,7 +78,7 @@ def load_text(characters: int = 1_000_000) -> tuple[np.ndarray, int]:
     return numbers.astype(np.int32), len(kinds)
 
 
-def batches(text: np.ndarray, arguments: argparse.Namespace, seed: int = 0) -> np.ndarray:
+def batches(text: np.ndarray, arguments: Any, seed: int = 0) -> np.ndarray:
     """Returns int32[steps, batch, length + 1]: random windows of the text, alike for all runs."""
     starts = np.random.default_rng(seed).integers(
         0, len(text) - arguments.length - 1, (arguments.steps, arguments.batch_size)
@@ -157,7 +135,7 @@ def train(policy: str, setup: Any, tick: Any) -> dict[str, Any]:
     }
 
 
-def windows(text: np.ndarray, arguments: argparse.Namespace) -> np.ndarray:
+def windows(text: np.ndarray, arguments: Any) -> np.ndarray:
     """Returns the text as int32[batches, batch, length + 1], without overlap; the rest is cut."""
     shape = (-1, arguments.batch_size, arguments.length + 1)
     return text[: len(text) // np.prod(shape[1:]) * np.prod(shape[1:])].reshape(shape)
@@ -219,7 +197,18 @@ def plot(report: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = parse_options(
+        __doc__,
+        steps=300,
+        batch_size=32,
+        seeds=10,
+        length=(64, "characters a sequence"),
+        width=128,
+        learning_rate=5e-3,
+        characters=(2_000_000, "of the text"),
+        held_out=(0.1, "share of the text"),
+        margin=(0.01, "nats a character"),
+    )
     console = begin(arguments)
     text, vocabulary = load_text(arguments.characters)
     cut = round(len(text) * (1 - arguments.held_out))
@@ -240,29 +229,22 @@ def main() -> None:
         if name != "float32"
     }
 
-    table = Table(title=f"Loss on {held_out[..., 1:].size:,} held-out characters")
-    table.add_column("precision")
-    for heading in ("loss", "against float32", "95 % interval", "seconds a seed", "skipped steps"):
-        table.add_column(heading, justify="right")
+    tokens = held_out[..., 1:].size
+    headings = ["loss", "against float32", "95 % interval", "seconds a seed", "skipped steps"]
+    rows = []
     for name, run in runs.items():
         found = compared.get(name)
-        table.add_row(
-            name,
-            f"{np.mean(run['held_out_losses']):.4f}",
-            f"{found['mean']:+.4f}" if found else "",
-            " to ".join(f"{end:+.4f}" for end in found["interval"]) if found else "",
-            f"{run['seconds']:.0f}",
-            f"{np.mean(run['skipped_steps']):.1f}",
-        )
-    console.print(table)
+        against = f"{found['mean']:+.4f}" if found else ""
+        interval = " to ".join(f"{end:+.4f}" for end in found["interval"]) if found else ""
+        seconds, skipped = f"{run['seconds']:.0f}", f"{np.mean(run['skipped_steps']):.1f}"
+        loss = float(np.mean(run["held_out_losses"]))
+        rows.append([name, loss, against, interval, seconds, skipped])
+    print_table(console, [f"{tokens:,} held-out characters", *headings], *rows)
     for name, found in compared.items():
         word = "equivalent" if found["equivalent"] else "not shown to be equivalent"
         console.print(f"{name} and float32: {word}, with a margin of {arguments.margin} nats.")
-    path = arguments.output_dir / "char_lm.json"
-    sizes = {"trained_on": cut, "held_out": held_out[..., 1:].size}
-    report = write_report(path, arguments, sizes=sizes, compared=compared, runs=runs)
-    save_figure(plot(report), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and char_lm.svg beside it.")
+    sizes = {"trained_on": cut, "held_out": tokens}
+    finish(console, arguments, "char_lm", plot, sizes=sizes, compared=compared, runs=runs)
 
 
 if __name__ == "__main__":

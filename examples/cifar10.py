@@ -7,7 +7,7 @@ The model is an ordinary Flax model with BatchNorm that knows nothing of precisi
 sees the same initial weights, batches and crops. float32 is what JAX makes of it: on NVIDIA GPUs
 since Ampere its products run in TensorFloat-32 unless JAX_DEFAULT_MATMUL_PRECISION=float32 is set.
 
-Writes `cifar10.json` and `cifar10.png` into the output folder. Into the checkpoint folder go a
+Writes `cifar10.json` and `cifar10.svg` into the output folder. Into the checkpoint folder go a
 checkpoint after every epoch, with all that --resume needs, and at the end the model alone.
 """
 
@@ -15,13 +15,12 @@ import argparse
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
@@ -31,23 +30,18 @@ from _common import (
     OUTPUT,
     OptionsHelp,
     begin,
+    finish,
     positive,
-    save_figure,
-    write_report,
+    print_table,
     written_whole,
 )
 from flax import serialization
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 # How to train, and how to store what is exported. BatchNorm is float32 in both.
 PRECISIONS = {
@@ -59,7 +53,7 @@ PRECISIONS = {
 MODELS = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}
 
 # Options that may differ when a training is resumed: they change nothing that is learned.
-FREE = {"data_dir", "output_dir", "checkpoint_dir", "devices", "resume", "stop_after"}
+FREE = {"data_dir", "output_dir", "checkpoint_dir", "resume", "stop_after"}
 
 
 class Block(nn.Module):
@@ -118,28 +112,11 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--learning-rate", type=positive(float), default=0.1, help="peak, times batch / 128")
     add("--weight-decay", type=positive(float), default=5e-4, help="of kernels alone")
     add("--seed", type=int, default=0)
-    add("--devices", type=positive(int), default=1, help="devices that share every batch")
     add("--output-dir", type=pathlib.Path, default=OUTPUT)
     add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/cifar10")
     add("--resume", action="store_true", help="go on with the trainings in the checkpoint folder")
     add("--stop-after", type=positive(int), help="end after this epoch, to be resumed")
     return parser
-
-
-def check_options(arguments: argparse.Namespace, train_images: int) -> None:
-    """Raises ValueError for options that fit neither the data nor the devices."""
-    devices = arguments.devices
-    if devices > jax.device_count():
-        raise ValueError(
-            f"--devices {devices}: JAX sees {jax.device_count()}; expected at most that. On a CPU "
-            f"set XLA_FLAGS=--xla_force_host_platform_device_count={devices}."
-        )
-    for batch_size in arguments.batch_size:
-        if batch_size % devices or batch_size > train_images:
-            raise ValueError(
-                f"--batch-size {batch_size}: expected a multiple of --devices {devices} and at "
-                f"most {train_images}, the images to train on."
-            )
 
 
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:
@@ -191,20 +168,18 @@ def make_optimizer(arguments: argparse.Namespace, batch_size: int, steps: int) -
 
 
 class Setup(NamedTuple):
-    """What all trainings share; `everywhere` and `divided` say how arrays lie on the devices."""
+    """What all trainings share."""
 
     model: ResNet
     variables: Any
     data: Any
-    everywhere: jax.NamedSharding
-    divided: jax.NamedSharding
     arguments: argparse.Namespace
     record: dict[str, Any]
 
 
 def run(precision: str, batch_size: int, setup: Setup, progress: Progress) -> dict[str, Any] | None:
     """Trains once, or goes on with it; returns everything measured, None if it is to be resumed."""
-    model, variables, data, everywhere, divided, arguments, record = setup
+    model, variables, data, arguments, record = setup
     policy, export_policy = PRECISIONS[precision]
     name = f"{precision}-batch{batch_size}"
     train_count, test_count = len(data["train_labels"]), len(data["test_labels"])
@@ -215,16 +190,12 @@ def run(precision: str, batch_size: int, setup: Setup, progress: Progress) -> di
         # Copies, as every step donates its state and other trainings start from the same weights.
         **jax.tree.map(jnp.copy, variables),
     )
-    state = jax.device_put(state, everywhere)
     variables_of = lambda state: {"params": state.params, "batch_stats": state.batch_stats}
-    # Only batches are divided. There is one program for all devices, so that what BatchNorm and the
-    # loss average over is still the whole batch.
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=everywhere)
+    step = jax.jit(train_step, donate_argnums=0)
     count = jax.jit(functools.partial(count_correct, state.apply_fn))
 
-    def in_batches(numbers: np.ndarray) -> Iterator[jax.Array]:
-        for batch in numbers.astype(np.int32).reshape(-1, batch_size):
-            yield jax.device_put(batch, divided)
+    def in_batches(numbers: np.ndarray) -> np.ndarray:
+        return numbers.astype(np.int32).reshape(-1, batch_size)
 
     def test_accuracy(variables: Any) -> float:
         numbers = np.pad(np.arange(test_count), (0, -test_count % batch_size), constant_values=-1)
@@ -273,33 +244,25 @@ def run(precision: str, batch_size: int, setup: Setup, progress: Progress) -> di
         "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
         "model_bytes": model_file.stat().st_size,
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint),
-        "test_accuracy": test_accuracy(jax.device_put(stored, everywhere)),
+        "test_accuracy": test_accuracy(stored),
         "skipped_steps": int(transforms.loss_scale_state(state.opt_state).skipped_steps),
         "final_scale": float(state.loss_scale.loss_scale),
         "epochs": history,
     }
 
 
-def print_table(runs: list[dict[str, Any]], title: str, console: Console) -> None:
+def print_results(runs: list[dict[str, Any]], console: Console) -> None:
     # Narrow enough for a terminal of 80 columns.
-    table = Table(title=title, box=box.SIMPLE, padding=0)
-    table.add_column("precision\n", no_wrap=True)
-    headings = ["batch\n", "s an\nepoch", "params\nMB", "model on\ndisk, MB"]
-    for heading in [*headings, "checkpoint\non disk, MB", "accuracy\n%", "skipped\nsteps"]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["precision\n", "batch\n", "s an\nepoch", "params\nMB", "model on\ndisk, MB"]
+    headings += ["checkpoint\non disk, MB", "accuracy\n%", "skipped\nsteps"]
+    rows = []
     for result in runs:
-        table.add_row(
-            result["precision"],
-            str(result["batch_size"]),
-            f"{result['seconds_per_epoch']:.2f}",
-            *(
-                f"{result[f'{what}_bytes'] / 1e6:.3g}"
-                for what in ("parameter", "model", "checkpoint")
-            ),
-            f"{100 * result['test_accuracy']:.2f}",
-            str(result["skipped_steps"]),
-        )
-    console.print(table)
+        sizes = (result[f"{what}_bytes"] / 1e6 for what in ("parameter", "model", "checkpoint"))
+        cells = f"{result['seconds_per_epoch']:.2f}", *(f"{size:.3g}" for size in sizes)
+        accuracy = f"{100 * result['test_accuracy']:.2f}"
+        start = result["precision"], result["batch_size"]
+        rows.append([*start, *cells, accuracy, result["skipped_steps"]])
+    print_table(console, headings, *rows)
     console.print(
         "Time: training alone, median of the epochs that did not compile, if there are\n"
         "any. Params: as trained, float32 throughout. Model: as exported, read back and\n"
@@ -308,11 +271,12 @@ def print_table(runs: list[dict[str, Any]], title: str, console: Console) -> Non
     )
 
 
-def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+def plot(report: dict[str, Any]) -> Any:
     """Draws losses and test accuracies by epoch: a colour a precision, a style a batch size."""
     # Wide below narrow, as the curves may well lie on each other.
     looks = {"float32": (COLORS[0], 3.0), "float16": (COLORS[1], 1.8), "bfloat16": (COLORS[2], 0.9)}
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 6), sharex=True, layout="constrained")
+    runs = report["runs"]
     batch_sizes = sorted({result["batch_size"] for result in runs})
     for result in runs:
         history, batch_size = result["epochs"], result["batch_size"]
@@ -330,7 +294,7 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8, handlelength=4)
     top.grid(alpha=0.3)
     bottom.grid(alpha=0.3)
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
@@ -341,7 +305,8 @@ def main() -> None:
     arguments.stop_after = min(arguments.epochs, arguments.stop_after or arguments.epochs)
     try:
         data, classes = load_data(arguments.data_dir)
-        check_options(arguments, len(data["train_labels"]))
+        if max(arguments.batch_size) > (count := len(data["train_labels"])):
+            raise ValueError(f"--batch-size: expected at most {count}, the images to train on.")
         options = {name: value for name, value in vars(arguments).items() if name not in FREE}
         record = options | {"train_images": len(data["train_labels"])}
         check_checkpoints(arguments.checkpoint_dir, record, arguments.resume)
@@ -349,16 +314,13 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
     console = begin(arguments, "checkpoint_dir")
-    auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[: arguments.devices]
-    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=auto, devices=devices)
-    everywhere, divided = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
-    # All images are on the devices, as bytes.
-    data = jax.device_put(data | {"key": jax.random.key(arguments.seed)}, everywhere)
+    # All images are on the device, as bytes.
+    data = jax.device_put(data | {"key": jax.random.key(arguments.seed)})
     model = ResNet(*MODELS[arguments.model], arguments.width, classes)
     # rbg, because the default generator takes the CPU's compiler minutes for so many kernels.
-    init = jax.jit(functools.partial(model.init, train=False), out_shardings=everywhere)
+    init = jax.jit(functools.partial(model.init, train=False))
     variables = init(jax.random.key(arguments.seed, impl="rbg"), jnp.zeros((1, 32, 32, 3)))
-    setup = Setup(model, variables, data, everywhere, divided, arguments, record)
+    setup = Setup(model, variables, data, arguments, record)
     with Progress(console=console) as progress:
         runs = [
             run(precision, batch_size, setup, progress)
@@ -370,17 +332,17 @@ def main() -> None:
         console.print(f"{stopped}; the same options with --resume go on from there.")
         return
 
-    print_table(runs, f"{arguments.model.replace('resnet', 'ResNet-')} on CIFAR-10", console)
-    plot(runs, arguments.output_dir / "cifar10.png")
-    write_report(
-        arguments.output_dir / "cifar10.json",
-        argparse.Namespace(**options, devices=arguments.devices),
+    print_results(runs, console)
+    finish(
+        console,
+        argparse.Namespace(**options, output_dir=arguments.output_dir),
+        "cifar10",
+        plot,
         train_images=len(data["train_labels"]),
         test_images=len(data["test_labels"]),
         matmul_precision=jax.config.jax_default_matmul_precision or "default",
         runs=runs,
     )
-    console.print(f"Wrote {arguments.output_dir / 'cifar10.json'} and cifar10.png beside it.")
 
 
 if __name__ == "__main__":

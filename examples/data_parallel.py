@@ -28,10 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import PRECISIONS, begin, finish, parse_options, print_table
+from _common import PRECISIONS, begin, finish, load_images, parse_options, print_table
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sklearn.datasets import load_digits
 
 import jmp
 from jmp import transforms
@@ -104,8 +103,8 @@ def main() -> None:
     options = {"steps": 100, "batch_size": 128, "width": 256}
     arguments = parse_options(__doc__, **options, precisions=PRECISIONS)
     console = begin(arguments)
-    images, labels = load_digits(return_X_y=True)
-    data = (images / 16).astype(np.float32), labels.astype(np.int32)
+    images, labels = load_images()
+    data = images.reshape(-1, 64), labels
     one, eight = (
         jax.make_mesh(
             (count,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]

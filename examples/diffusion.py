@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import PRECISIONS, begin, finish, parse_options, print_table
+from _common import PRECISIONS, begin, finish, load_images, parse_options, print_table
 from flax import nnx
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
 
 import jmp
 from jmp import transforms
@@ -137,8 +136,8 @@ def plot(report: dict[str, Any]) -> Any:
 def main() -> None:
     arguments = parse_options(__doc__, steps=800, batch_size=64, width=24, precisions=PRECISIONS)
     console = begin(arguments)
-    pixels, labels = load_digits(return_X_y=True)
-    images = (pixels / 8 - 1).astype(np.float32).reshape(-1, 8, 8, 1)
+    images, labels = load_images()
+    images = 2 * images[..., None] - 1
     runs = {policy: run(policy, arguments, images, labels) for policy in arguments.precisions}
     rows = ([policy, *found["losses"].values()] for policy, found in runs.items())
     print_table(console, ["held-out loss", *next(iter(runs.values()))["losses"]], *rows)

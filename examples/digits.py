@@ -13,49 +13,40 @@ initial weights and batches.
 Writes `digits.json` and `digits.svg` into the output folder.
 """
 
-import argparse
-import dataclasses
 import functools
 import math
 import pathlib
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from _common import (
     ALL_ROUNDINGS,
     COLORS,
-    OUTPUT,
-    OptionsHelp,
     begin,
     draw_skipped,
-    every,
-    positive,
+    finish,
+    load_images,
+    parse_options,
+    print_table,
     rounded,
-    save_figure,
-    write_report,
+    stop,
 )
 from flax import serialization
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from sklearn.datasets import load_digits
+from rich.progress import Progress
 from sklearn.model_selection import StratifiedKFold
 
 import jmp
 from jmp import transforms
 from jmp.adapters import linen
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 class Block(nn.Module):
@@ -89,55 +80,36 @@ class ResNet(nn.Module):
         return nn.Dense(10)(x.mean(axis=(1, 2)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """One way to train: a policy, and how the optimizer is wrapped for it."""
-
-    name: str
-    policy: str
-    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-
-
-def scaled_by(loss_scale: jmp.LossScale) -> Callable[..., Any]:
-    return lambda optimizer: transforms.with_loss_scale(optimizer, loss_scale)
-
-
-def growing_scale() -> jmp.LossScale:
-    # torch's start of 2**16. Its period of 2000 is longer than this whole training; with 25 the
-    # scale is seen growing until it overflows, and backing off.
-    return jmp.DynamicLossScale(2.0**16, period=25, min_loss_scale=0.0)
-
-
-PRECISIONS = (
-    Precision("float32", "float32", scaled_by(jmp.NoOpLossScale())),
+# torch's start of 2**16. Its period of 2000 is longer than this whole training; with 25 the scale
+# is seen growing until it overflows, and backing off.
+GROWING = jmp.DynamicLossScale(2.0**16, period=25, min_loss_scale=0.0)
+# Policy, and loss scale; without one the optimizer is not wrapped.
+PRECISIONS = {
+    "float32": ("float32", jmp.NoOpLossScale()),
     # What casting everything and hoping for the best means: half weights, half statistics, half
     # gradients, half Adam, no loss scaling.
-    Precision("naive float16", "p=f16,c=f16,o=f16", lambda optimizer: optimizer),
-    Precision("static float16", "mixed_float16", scaled_by(jmp.StaticLossScale(512.0))),
-    Precision("mixed float16", "mixed_float16", scaled_by(growing_scale())),
-    Precision("mixed bfloat16", "mixed_bfloat16", scaled_by(jmp.NoOpLossScale())),
-    Precision(
-        "float16, masters",
-        "O2",
-        lambda optimizer: transforms.mixed_precision(optimizer, "O2", growing_scale()),
-    ),
-)
+    "naive float16": ("p=f16,c=f16,o=f16", None),
+    "static float16": ("mixed_float16", jmp.StaticLossScale(512.0)),
+    "mixed float16": ("mixed_float16", GROWING),
+    "mixed bfloat16": ("mixed_bfloat16", jmp.NoOpLossScale()),
+    "float16, masters": ("O2", GROWING),
+}
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--epochs", type=positive(int), default=20)
-    parser.add_argument("--batch-size", type=positive(int), default=64)
-    parser.add_argument("--seeds", type=positive(int), default=10, help="two or more")
-    parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
-    parser.add_argument("--width", type=positive(int), default=16, help="channels at the start")
-    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    arguments = parser.parse_args()
+def parse_arguments() -> Any:
+    arguments = parse_options(
+        __doc__,
+        epochs=20,
+        batch_size=64,
+        seeds=(10, "two or more"),
+        learning_rate=3e-3,
+        width=(16, "channels at the start"),
+    )
     if arguments.seeds < 2:
-        parser.error("--seeds 1: the images are split into as many parts; expected 2 or more")
+        stop("--seeds 1: the images are split into as many parts; expected 2 or more")
     trained = 1797 - math.ceil(1797 / arguments.seeds)
     if arguments.batch_size > trained:
-        parser.error(f"--batch-size {arguments.batch_size}: there are {trained} images to train on")
+        stop(f"--batch-size {arguments.batch_size}: there are {trained} images to train on")
     return arguments
 
 
@@ -146,24 +118,24 @@ def load_parts(count: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.
 
     Images are in [0, 1], NHWC. Each part has about as many of each digit.
     """
-    digits = load_digits()
-    images = (digits.images / 16.0).astype(np.float32)[..., None]
-    labels = digits.target.astype(np.int32)
+    images, labels = load_images()
+    images = images[..., None]
     split = StratifiedKFold(count, shuffle=True, random_state=0).split(images, labels)
     return [(images[train], images[test], labels[train], labels[test]) for train, test in split]
 
 
-def create_state(precision: Precision, model: nn.Module, optimizer: Any, key: jax.Array) -> Any:
+def create_state(precision: str, model: nn.Module, optimizer: Any, key: jax.Array) -> Any:
+    policy, loss_scale = PRECISIONS[precision]
+    if loss_scale is not None:
+        optimizer = transforms.mixed_precision(optimizer, policy, loss_scale)
     variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
-    variables = linen.cast_params(variables, precision.policy)
     with warnings.catch_warnings():
         # What it says of naive float16 is what this example shows.
         warnings.simplefilter("ignore", jmp.UnscaledLossWarning)
         return linen.TrainState.create(
-            apply_fn=linen.autocast(model.apply, precision.policy),
-            params=variables["params"],
-            batch_stats=variables["batch_stats"],
-            tx=precision.wrap(optimizer),
+            apply_fn=linen.autocast(model.apply, policy),
+            tx=optimizer,
+            **linen.cast_params(variables, policy),
         )
 
 
@@ -193,12 +165,10 @@ def accuracy(state: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return (logits.argmax(-1) == labels).mean(dtype=jnp.float32)
 
 
-def run(
-    precision: Precision, arguments: argparse.Namespace, parts: Any, console: Console
-) -> dict[str, Any]:
+def run(precision: str, arguments: Any, parts: Any, progress: Progress) -> dict[str, Any]:
     """Trains every seed in one precision; returns everything measured, as plain numbers."""
-    is_due = every(seconds=5)
     steps = min(len(train_images) for train_images, *_ in parts) // arguments.batch_size
+    task = progress.add_task(precision, total=len(parts) * arguments.epochs * steps)
     schedule = optax.cosine_decay_schedule(arguments.learning_rate, steps * arguments.epochs)
     model, optimizer = ResNet(arguments.width), optax.adam(schedule)
     jit = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
@@ -217,11 +187,7 @@ def run(
                 batch = order[i * arguments.batch_size : (i + 1) * arguments.batch_size]
                 state, measured = step(state, train_images[batch], train_labels[batch])
                 history.append(measured)
-                if is_due():
-                    console.print(
-                        f"{precision.name}, seed {seed + 1} of {len(parts)}, step {len(history)} "
-                        f"of {steps * arguments.epochs}: loss {measured['loss']:.4f}"
-                    )
+                progress.advance(task)
             jax.block_until_ready(state)
             seconds.append(time.perf_counter() - started)
         accuracies.append(float(evaluate(state, test_images, test_labels)))
@@ -234,7 +200,7 @@ def run(
         checkpoint_bytes = checkpoint.stat().st_size
     losses = np.array([history["loss"] for history in histories])
     return {
-        "policy": precision.policy,
+        "policy": PRECISIONS[precision][0],
         "test_accuracy": accuracies,
         "final_loss": losses[:, -steps:].mean(axis=1).tolist(),  # mean of the last epoch
         "seconds_per_epoch": float(np.median(seconds[1:] or seconds)),  # the first one compiles
@@ -255,42 +221,33 @@ def add_differences(results: dict[str, Any]) -> None:
     reference = np.array(results["float32"]["test_accuracy"])
     for result in results.values():
         difference = np.array(result["test_accuracy"]) - reference
-        error = difference.std(ddof=1) / np.sqrt(len(difference)) if len(difference) > 1 else np.nan
+        error = difference.std(ddof=1) / np.sqrt(len(difference))
         result["accuracy_difference"] = float(difference.mean())
         result["accuracy_difference_standard_error"] = float(error)
 
 
-def print_table(results: dict[str, Any], console: Console) -> None:
+def print_results(results: dict[str, Any], console: Console) -> None:
     # Narrow enough for a terminal of 80 columns.
-    table = Table(box=box.SIMPLE, padding=0)
-    table.add_column("precision", no_wrap=True)
-    for heading in (
-        "accuracy\n%",
-        "against\nfloat32",
-        "loss\n",
-        "s an\nepoch",
-        "params\nkB",
-        "on disk\nkB",
-        "skips\n",
-        "scale\n",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["precision\n", "accuracy\n%", "against\nfloat32", "loss\n", "s an\nepoch"]
+    headings += ["params\nkB", "on disk\nkB", "skips\n", "scale\n"]
+    rows = []
     for name, result in results.items():
         scale = np.median(result["final_scale"])
-        error = result["accuracy_difference_standard_error"]
-        table.add_row(
+        difference, error = (
+            100 * result[f"accuracy_difference{of}"] for of in ("", "_standard_error")
+        )
+        rows.append([
             name,
             f"{100 * np.mean(result['test_accuracy']):.2f}",
-            f"{100 * result['accuracy_difference']:+.2f}"
-            + (f" ±{100 * error:.2f}" if np.isfinite(error) else ""),
-            f"{np.mean(result['final_loss']):.4f}",
+            f"{difference:+.2f} ±{error:.2f}",
+            float(np.mean(result["final_loss"])),
             f"{result['seconds_per_epoch']:.2f}",
             f"{result['parameter_bytes'] / 1000:.0f}",
             f"{result['checkpoint_bytes'] / 1000:.0f}",
             f"{np.mean(result['skipped_steps']):.1f}",
             "-" if scale == 1 else f"2^{np.log2(scale):.0f}",
-        )
-    console.print(table)
+        ])  # fmt: skip
+    print_table(console, headings, *rows)
     console.print(
         "Means over the seeds. Against float32: the accuracies' paired difference and\n"
         "its standard error. Loss of the last epoch; scale at the end, median."
@@ -323,7 +280,7 @@ def plot(report: dict[str, Any]) -> Any:
             top.fill_between(np.arange(len(curve)), *result["loss_band"], color="0.75", linewidth=0)
             continue
         ratios = 100 * (np.array(result["epoch_losses"]) / reference - 1)
-        band = ratios.std(axis=0, ddof=1) / np.sqrt(seeds) if seeds > 1 else None
+        band = ratios.std(axis=0, ddof=1) / np.sqrt(seeds)
         middle.errorbar(
             middles + next(places) * steps, ratios.mean(axis=0), band, color=color,
             marker=marker, markersize=3, linestyle="", elinewidth=1, label=name,
@@ -352,15 +309,11 @@ def main() -> None:
     arguments = parse_arguments()
     console = begin(arguments)
     parts = load_parts(arguments.seeds)
-    results = {
-        precision.name: run(precision, arguments, parts, console) for precision in PRECISIONS
-    }
+    with Progress(console=console) as progress:
+        results = {name: run(name, arguments, parts, progress) for name in PRECISIONS}
     add_differences(results)
-    print_table(results, console)
-    path = arguments.output_dir / "digits.json"
-    report = write_report(path, arguments, precisions=results)
-    save_figure(plot(report), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and digits.svg beside it.")
+    print_results(results, console)
+    finish(console, arguments, "digits", plot, precisions=results)
 
 
 if __name__ == "__main__":

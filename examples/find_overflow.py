@@ -14,39 +14,30 @@ they are, and training goes on.
 Writes `find_overflow.json` and `find_overflow.svg` into the output folder.
 """
 
-import argparse
 import dataclasses
 import functools
-import pathlib
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from _common import (
     COLORS,
-    OUTPUT,
-    OptionsHelp,
     begin,
-    draw_skipped,
+    finish,
     legend_above,
-    positive,
+    load_images,
+    parse_options,
+    plot_run,
     rounded,
-    save_figure,
-    write_report,
 )
-from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jmp
 from jmp import diagnostics, transforms
 from jmp.adapters import linen
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 LIMIT = 25  # skipped steps in a row that are too many
 
@@ -76,16 +67,6 @@ class Network(nn.Module):
         x = x + self.param("positions", nn.initializers.normal(0.1), x.shape[-2:]).astype(x.dtype)
         x = Attention(self.dtype, name="attention")(x)
         return nn.Dense(10, dtype=self.dtype, name="classes")(nn.relu(x).reshape(x.shape[0], -1))
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--steps", type=positive(int), default=500)
-    parser.add_argument("--batch-size", type=positive(int), default=64)
-    parser.add_argument("--width", type=positive(int), default=32)
-    parser.add_argument("--learning-rate", type=positive(float), default=3e-3)
-    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    return parser.parse_args()
 
 
 def loss_fn(params: Any, apply_fn: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -119,36 +100,21 @@ def train(state: linen.TrainState, batches: Any, history: list[Any]) -> linen.Tr
 
 def plot(report: dict[str, Any]) -> Any:
     """Draws what `find_overflow.json` holds: loss, loss scale, skipped steps, and the cure."""
-    history, cured = report["history"], report["cured_at_step"]
-    figure, (top, bottom, last) = plt.subplots(
-        3, figsize=(7, 5.4), height_ratios=(5, 4, 0.6), sharex=True, layout="constrained"
-    )
-    losses = np.array(history["loss"], float)  # null, of an infinity or a NaN, is NaN
-    # With a dot each: a finite loss between two that are NaN has no line.
-    top.plot(losses, ".-", color=COLORS[3], linewidth=0.9, markersize=3, label="loss, where finite")
-    top.set(yscale="log", ylabel="training loss, nats")
-    bottom.plot(history["loss_scale"], color=COLORS[0], linewidth=1.4, drawstyle="steps-post")
-    bottom.set_yscale("log", base=2)
-    bottom.set(ylabel="loss scale after the step")
-    draw_skipped(last, np.flatnonzero(~np.array(history["grads_finite"], bool)))
-    last.set(xlabel="step")
+    cured = report["cured_at_step"]
+    figure, panels = plot_run(report["history"])
     label = f"step {cured}: float32 network under linen.autocast from here on"
-    for axes in (top, bottom, last):
+    for axes in panels:
         axes.axvline(cured - 0.5, color=COLORS[4], linestyle="--", label=label)
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-    legend_above(top, ncols=2)
+    legend_above(panels[0], ncols=2)
     return figure
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    options = {"steps": 500, "batch_size": 64, "width": 32, "learning_rate": 3e-3}
+    arguments = parse_options(__doc__, **options)
     console = begin(arguments)
-
-    digits = load_digits()
-    images = (digits.images / 16).astype(np.float32)
     images, test_images, labels, test_labels = train_test_split(
-        images, digits.target.astype(np.int32), test_size=0.2, random_state=0
+        *load_images(), test_size=0.2, random_state=0
     )
     size = (arguments.steps, arguments.batch_size)
     picks = np.random.default_rng(0).integers(0, len(images), size)
@@ -188,21 +154,18 @@ def main() -> None:
         f"Test accuracy in float16: {100 * before:.1f} % at step {cured}, where it stood still; "
         f"{100 * after:.1f} % after {len(history) - cured} steps more."
     )
-    path = arguments.output_dir / "find_overflow.json"
-    report = write_report(
-        path,
+    names = ("loss", "loss_scale", "grads_finite")
+    finish(
+        console,
         arguments,
+        "find_overflow",
+        plot,
         found=dataclasses.asdict(found),
         cured_at_step=cured,
         accuracy={"at the cure": before, "at the end": after},
         skipped_for_good_from=cured - LIMIT + 1,
-        history={
-            name: rounded([row[name] for row in history])
-            for name in ("loss", "loss_scale", "grads_finite")
-        },
+        history={name: rounded([row[name] for row in history]) for name in names},
     )
-    save_figure(plot(report), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and find_overflow.svg beside it.")
 
 
 if __name__ == "__main__":

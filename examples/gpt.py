@@ -24,7 +24,7 @@ Parameters are float32, or with --masters stored in half, in one of five ways.
 All devices take part: each takes an equal part of a micro-batch. Parameters and the optimizer's
 state are whole on each device, or with --fsdp in parts, one on each. Process 0 writes.
 
-Writes `gpt.json` and `gpt.png` into the output folder, and into the checkpoint folder all that
+Writes `gpt.json` and `gpt.svg` into the output folder, and into the checkpoint folder all that
 --resume needs to end, on a CPU bit by bit, where an uninterrupted training ends. On other devices,
 more or fewer, it ends there but for the order in which sums are rounded.
 """
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from _checkpoints import Checkpoints, check_checkpoints
@@ -48,10 +48,10 @@ from _common import (
     OUTPUT,
     OptionsHelp,
     begin,
+    finish,
     legend_above,
     positive,
-    save_figure,
-    write_report,
+    print_table,
 )
 from _devices import (
     DEVICE_OPTIONS,
@@ -68,13 +68,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import jmp
 from jmp import diagnostics, transforms
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 POLICIES = {
     "float32": "float32",
@@ -179,7 +175,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--prompt", default="def ", help="start of the sample; default: %(default)r")
     add("--sample-length", type=positive(int), default=200, help="bytes in the sample")
     add("--temperature", type=positive(float), default=0.8, help="near 0: the likeliest byte")
-    add("--output-dir", type=pathlib.Path, default=OUTPUT, help="for gpt.json and gpt.png")
+    add("--output-dir", type=pathlib.Path, default=OUTPUT, help="for gpt.json and gpt.svg")
     add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/gpt")
     add("--checkpoint-every", type=positive(int), default=100, help="steps between checkpoints")
     add("--resume", action="store_true", help="continue from the checkpoint folder")
@@ -424,18 +420,22 @@ def summarize(
         "final_scale": scale,
     }
     in_bits = lambda nats: f"{nats:.3f} nats a byte, {nats / np.log(2):.3f} bits"
-    table = Table(title=f"A GPT in {arguments.precision}", show_header=False)
-    table.add_row("parameters", f"{summary['parameters']:,}")
-    table.add_row("tokens a second, compilation apart", f"{summary['tokens_per_second']:,.0f}")
-    table.add_row("training loss, last 20 steps", in_bits(summary["training_loss"]))
-    table.add_row("validation loss", in_bits(summary["validation_loss"]))
-    table.add_row("skipped steps", f"{skipped} of {arguments.steps}")
-    table.add_row("final loss scale", f"2^{np.log2(scale):.0f}" if scale != 1 else "-")
-    console.print(table)
+    print_table(
+        console,
+        [f"A GPT in {arguments.precision}", ""],
+        ["parameters", f"{summary['parameters']:,}"],
+        ["tokens a second, compilation apart", f"{summary['tokens_per_second']:,.0f}"],
+        ["training loss, last 20 steps", in_bits(summary["training_loss"])],
+        ["validation loss", in_bits(summary["validation_loss"])],
+        ["skipped steps", f"{skipped} of {arguments.steps}"],
+        ["final loss scale", f"2^{np.log2(scale):.0f}" if scale != 1 else "-"],
+    )
     return summary
 
 
-def plot(arguments: argparse.Namespace, history: dict[str, Any], path: pathlib.Path) -> None:
+def plot(report: dict[str, Any]) -> Any:
+    """Draws what `gpt.json` holds: losses and the loss scale."""
+    history = report["history"]
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(6.4, 5.6), height_ratios=(3, 1), sharex=True, layout="constrained"
     )
@@ -447,7 +447,7 @@ def plot(arguments: argparse.Namespace, history: dict[str, Any], path: pathlib.P
     middles = steps[: len(smoothed)] + (around - 1) / 2
     top.plot(middles, smoothed, color=COLORS[3], linewidth=1.6, label=label)
     top.plot(*zip(*history["validation"], strict=True), "o", color=COLORS[1], label="validation")
-    top.set(ylabel="loss, nats a byte", title=f"GPT in {arguments.precision}")
+    top.set(ylabel="loss, nats a byte", title=f"GPT in {report['options']['precision']}")
     handles = top.get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8)
     scale = np.array(history["loss_scale"])
@@ -460,7 +460,7 @@ def plot(arguments: argparse.Namespace, history: dict[str, Any], path: pathlib.P
     bottom.set(xlabel="step", ylabel="loss scale")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    save_figure(figure, path)
+    return figure
 
 
 def main() -> None:
@@ -510,17 +510,17 @@ def main() -> None:
     console.print(arguments.prompt + shown, markup=False, highlight=False)
     console.rule()
 
-    plot(arguments, history, arguments.output_dir / "gpt.png")
-    write_report(
-        arguments.output_dir / "gpt.json",
-        argparse.Namespace(**record),
+    finish(
+        console,
+        argparse.Namespace(**record, output_dir=arguments.output_dir),
+        "gpt",
+        plot,
         devices=mesh.size,
         text_bytes={"training": len(texts[0]), "validation": len(texts[1])},
         **summary,
         sample=sample,
         history=history,
     )
-    console.print(f"Wrote {arguments.output_dir / 'gpt.json'} and gpt.png beside it.")
 
 
 if __name__ == "__main__":

@@ -18,64 +18,43 @@ are of the policy that trains over the policy that sampled, so that the gap is i
 --sampler half the sampler is a program of its own, as a server's: parameters in half, and all but
 softmax computed in half. It rounds in other places than the training.
 
-All devices take part: each has an equal part of the questions. Writes `grpo.json` and `grpo.svg`
-into the output folder, and into the checkpoint folder all that --resume needs to end, on a CPU bit
-by bit, where an uninterrupted training ends.
+Writes `grpo.json` and `grpo.svg` into the output folder.
 """
 
 import argparse
+import collections
 import functools
 import pathlib
-import time
 import types
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _checkpoints import Checkpoints, check_checkpoints
 from _common import (
     COLORS,
     OUTPUT,
+    PRECISIONS,
     OptionsHelp,
     begin,
+    finish,
     positive,
+    print_table,
     rounded,
-    save_figure,
     stop,
-    write_report,
-)
-from _devices import (
-    DEVICE_OPTIONS,
-    add_device_options,
-    check_processes,
-    join_parts,
-    own_part,
-    place_params,
-    start_devices,
 )
 from _sums import GPT, Sums, chosen
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import jmp
 from jmp import transforms
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 LAST = 20  # steps, whose mean reward is the final one
 AT_A_TIME = 20  # steps of pretraining between two looks at how often it is right
 MOST = 5000  # of them, before it gives up
 POINTS = 30  # of a curve in the report
-# Options that may differ when a training is resumed: they change nothing that is learned.
-FREE = "output_dir checkpoint_dir checkpoint_every resume stop_after".split() + DEVICE_OPTIONS
 
 
 class Kind(NamedTuple):
@@ -147,27 +126,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="the first one")
     add("--seeds", type=positive(int), default=1, help="trainings, each with another seed")
     add("--output-dir", type=pathlib.Path, default=OUTPUT)
-    add("--checkpoint-dir", type=pathlib.Path, help="default: OUTPUT_DIR/checkpoints/grpo")
-    add("--checkpoint-every", type=positive(int), default=100, help="steps")
-    add("--resume", action="store_true", help="go on with the training in the checkpoint folder")
-    add("--stop-after", type=positive(int), help="end after this step, to be resumed")
-    add_device_options(parser)
     return parser
-
-
-def check_options(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options that do not fit together."""
-    if arguments.width % arguments.heads:
-        raise ValueError(
-            f"--heads {arguments.heads} does not divide --width {arguments.width}; expected a "
-            "divisor, as every head takes an equal part of the width."
-        )
-    if arguments.group < 2 or arguments.pretrain_to >= 1:
-        raise ValueError(
-            f"Got --group {arguments.group} and --pretrain-to {arguments.pretrain_to}; expected 2 "
-            "or more answers to compare with each other, and a share below 1."
-        )
-    check_processes(arguments)
 
 
 def make_model(arguments: argparse.Namespace) -> GPT:
@@ -178,7 +137,7 @@ def make_model(arguments: argparse.Namespace) -> GPT:
 def pretrain(arguments: argparse.Namespace, seed: int) -> Any:
     """Returns parameters that are right as often as was asked."""
     model, sums, optimizer = make_model(arguments), Sums(arguments.digits), optax.adam(1e-3)
-    texts = sums.all_texts()
+    texts = sums.texts(np.arange(100**sums.digits))
 
     def log_probs(params: Any, texts: jax.Array) -> jax.Array:
         logits, _ = model(params, texts[:, :-1])
@@ -212,19 +171,12 @@ def pretrain(arguments: argparse.Namespace, seed: int) -> Any:
     return jax.device_get(params)
 
 
-def make_programs(arguments: argparse.Namespace, kind: Kind, mesh: Mesh) -> types.SimpleNamespace:
-    """Returns what runs on the devices: `create`, `sample` and `train`."""
+def make_programs(arguments: argparse.Namespace, kind: Kind) -> types.SimpleNamespace:
+    """Returns what runs on the device: `create`, `sample` and `train`."""
     model, sums = make_model(arguments), Sums(arguments.digits)
     policy = jmp.get_policy(kind.precision)
     scale = jmp.NoOpLossScale() if kind.loss_scale == "none" else None
     optimizer = transforms.mixed_precision(optax.adam(arguments.learning_rate), policy, scale)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    shapes = place_params(shapes, mesh, arguments.fsdp)
-    places = State(
-        jax.tree.map(lambda leaf: leaf.sharding, shapes),
-        transforms.state_shardings(optimizer, shapes),
-    )
-    everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def create(params: Any) -> State:
         return State(params, optimizer.init(params))
@@ -264,7 +216,7 @@ def make_programs(arguments: argparse.Namespace, kind: Kind, mesh: Mesh) -> type
 
     def sample(params: Any, texts: jax.Array, seed: Any, step: Any) -> tuple[Samples, jax.Array]:
         """Returns a group of answers to each question, and the mean reward."""
-        texts = jax.lax.with_sharding_constraint(jnp.repeat(texts, arguments.group, 0), by_rows)
+        texts = jnp.repeat(texts, arguments.group, axis=0)
         questions, right = texts[:, : sums.question], texts[:, sums.question :]
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), seed), step)
         if kind.sampler == "half":
@@ -300,44 +252,24 @@ def make_programs(arguments: argparse.Namespace, kind: Kind, mesh: Mesh) -> type
     options = {"xla_allow_excess_precision": False} if kind.all_roundings else None
     jit = functools.partial(jax.jit, compiler_options=options)
     return types.SimpleNamespace(
-        create=jit(create, out_shardings=places),
-        sample=jit(sample, out_shardings=(by_rows, everywhere)),
-        train=jit(train, donate_argnums=0, out_shardings=(places, everywhere)),
+        create=jit(create), sample=jit(sample), train=jit(train, donate_argnums=0)
     )
 
 
-def rows_of_step(arguments: argparse.Namespace, mesh: Mesh, seed: int, step: int) -> jax.Array:
-    """Returns questions and right answers of a step; of seed and step alone."""
+def texts_of_step(arguments: argparse.Namespace, seed: int, step: int) -> np.ndarray:
+    """Returns questions with their right answers."""
     random = np.random.default_rng((seed % 2**32, step))
     pairs = random.integers(100**arguments.digits, size=arguments.batch_size)
-    return join_parts(own_part(Sums(arguments.digits).texts(pairs)), mesh)
-
-
-class Setup(NamedTuple):
-    """What all trainings share beside their options."""
-
-    mesh: Mesh
-    record: dict[str, Any]
-    starts: Any  # a function of the seed: parameters after pretraining
-    progress: Progress
+    return Sums(arguments.digits).texts(pairs)
 
 
 def run(
-    arguments: argparse.Namespace, kind: Kind, seed: int, programs: Any, setup: Setup
+    arguments: argparse.Namespace, programs: Any, params: Any, seed: int, tick: Any
 ) -> dict[str, Any]:
-    """Trains, or goes on with it; returns what was measured at every step."""
-    state = programs.create(setup.starts(seed))
-    history: dict[str, Any] = {"reward": [], "last_sample_size": [], "seconds": 0.0}
-    base = arguments.checkpoint_dir
-    folder = base / f"{kind.name.replace(', ', '-').replace(' ', '_')}-{seed}" / "training"
-    checkpoints = Checkpoints(folder, base, setup.record)
-    state, history = checkpoints.restore(state, history)
-    first = len(history["reward"])
-    label = f"{kind.name}, seed {seed}"
-    task = setup.progress.add_task(label, total=arguments.stop_after, completed=first)
-    for step in range(first, arguments.stop_after):
-        started = time.perf_counter()
-        texts = rows_of_step(arguments, setup.mesh, seed, step)
+    """Trains from `params` on; returns what was measured at every step."""
+    state, history = programs.create(params), collections.defaultdict(list)
+    for step in range(arguments.steps):
+        texts = texts_of_step(arguments, seed, step)
         samples, reward = programs.sample(state.params, texts, seed, step)
         measured = []
         for _ in range(arguments.updates):
@@ -349,12 +281,8 @@ def run(
         values["applied_nonfinite"] = sum(now["applied_nonfinite"] for now in measured)
         values |= {"reward": reward, "last_sample_size": measured[-1]["sample_size"]}
         for name, value in values.items():
-            history.setdefault(name, []).append(np.asarray(value).item())
-        history["seconds"] += (time.perf_counter() - started) * (step > first)  # one compiles
-        setup.progress.update(task, advance=1)
-        if (step + 1) % arguments.checkpoint_every == 0 or step + 1 == arguments.stop_after:
-            checkpoints.save(step + 1, state, history)
-    checkpoints.close()
+            history[name].append(np.asarray(value).item())
+        tick()
     return history
 
 
@@ -376,21 +304,16 @@ def summarize(histories: list[dict[str, Any]]) -> dict[str, Any]:
         "final_scales": array("loss_scale")[:, -1].tolist(),
         "skipped_steps": array("skipped")[:, -1].tolist(),
         "applied_nonfinite": array("applied_nonfinite").sum(axis=1).tolist(),
-        "seconds": float(array("seconds").mean()),
         "steps_a_point": size,
         "reward_curves": rounded(in_blocks(array("reward"))),
         "gap_curves": rounded(in_blocks(array("gap"))),
     }
 
 
-def print_table(results: dict[str, Any], console: Console) -> None:
-    table = Table(title="Sums by GRPO")
-    table.add_column("precision")
+def print_results(results: dict[str, Any], console: Any) -> None:
     headings = "final reward|mean gap|largest gap|sample size|zero gradients|scale|skipped"
-    for heading in headings.split("|"):
-        table.add_column(heading, justify="right")
-    for name, result in results.items():
-        table.add_row(
+    rows = [
+        [
             name,
             f"{result['final_reward']:.3f} ± {np.std(result['final_rewards']):.3f}",
             f"{np.mean(result['mean_gaps']):.1e}",
@@ -399,8 +322,10 @@ def print_table(results: dict[str, Any], console: Console) -> None:
             f"{100 * np.mean(result['zero_gradients']):.1f} %",
             f"{np.median(result['final_scales']):g}",
             f"{np.mean(result['skipped_steps']):.1f}",
-        )
-    console.print(table)
+        ]
+        for name, result in results.items()
+    ]
+    print_table(console, ["Sums by GRPO", *headings.split("|")], *rows)
     console.print(
         f"Final reward: of the last {LAST} steps, mean ± standard deviation of the seeds."
     )
@@ -447,45 +372,31 @@ def plot(report: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    parser = argument_parser()
-    arguments = parser.parse_args()
-    if arguments.checkpoint_dir is None:
-        arguments.checkpoint_dir = arguments.output_dir / "checkpoints" / "grpo"
-    arguments.stop_after = min(arguments.steps, arguments.stop_after or arguments.steps)
-    record = {name: value for name, value in vars(arguments).items() if name not in FREE}
-    try:
-        check_options(arguments)
-        check_checkpoints(arguments.checkpoint_dir, record, arguments.resume)
-        mesh = start_devices(arguments)
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-    console = begin(arguments, "checkpoint_dir")
-    one = Kind(*(getattr(arguments, name) for name in Kind._fields))
-    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    starts = functools.cache(lambda seed: pretrain(arguments, seed))
-    histories = {}
-    with Progress(console=console) as progress:
-        setup = Setup(mesh, record, starts, progress)
-        for kind in COMPARED if arguments.compare else (one,):
-            programs = make_programs(arguments, kind, mesh)
-            histories[kind.name] = [run(arguments, kind, seed, programs, setup) for seed in seeds]
-    if arguments.stop_after < arguments.steps:
-        console.print(
-            f"Stopped after step {arguments.stop_after} of {arguments.steps}; the same options "
-            "with --resume go on from there."
+    arguments = argument_parser().parse_args()
+    width, heads = arguments.width, arguments.heads
+    if width % heads:
+        stop(f"--heads {heads} does not divide --width {width}; expected a divisor")
+    if arguments.group < 2 or arguments.pretrain_to >= 1:
+        stop(
+            f"got --group {arguments.group} and --pretrain-to {arguments.pretrain_to}; expected 2 "
+            "or more answers to compare with each other, and a share below 1"
         )
-        return
-    results = {name: summarize(found) for name, found in histories.items()}
-    print_table(results, console)
-    if jax.process_index() > 0:
-        return  # process 0 writes
-
-    path = arguments.output_dir / "grpo.json"
-    options = argparse.Namespace(**record)
-    report = write_report(path, options, devices=mesh.size, runs=results)
-    save_figure(plot(report), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and grpo.svg beside it.")
+    console = begin(arguments)
+    one = Kind(*(getattr(arguments, name) for name in Kind._fields))
+    starts = [pretrain(arguments, arguments.seed + number) for number in range(arguments.seeds)]
+    results = {}
+    with Progress(console=console) as progress:
+        for kind in COMPARED if arguments.compare else (one,):
+            programs = make_programs(arguments, kind)
+            task = progress.add_task(kind.name, total=arguments.steps * arguments.seeds)
+            tick = functools.partial(progress.advance, task)
+            histories = [
+                run(arguments, programs, params, seed, tick)
+                for seed, params in enumerate(starts, arguments.seed)
+            ]
+            results[kind.name] = summarize(histories)
+    print_results(results, console)
+    finish(console, arguments, "grpo", plot, runs=results)
 
 
 if __name__ == "__main__":

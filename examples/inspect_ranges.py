@@ -10,35 +10,23 @@ shows what it does lose; and float16 under the static scale that the first measu
 Writes `inspect_ranges.json` and `inspect_ranges.svg` into the output folder.
 """
 
-import argparse
 import collections
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
-from _common import OUTPUT, OptionsHelp, begin, positive, save_figure, write_report
-from autoencoder import Autoencoder, load_images, loss_fn
+from _common import begin, finish, load_images, parse_options
+from autoencoder import Autoencoder, loss_fn
+from matplotlib.ticker import MultipleLocator
 
 from jmp import diagnostics
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import MultipleLocator
 
 # The exponents of float16's smallest, smallest normal and largest numbers.
 SMALLEST, NORMAL, LARGEST = -24, -14, 15
 # Okabe and Ito's colours, told apart by every kind of colour vision, and dashes for print.
 ROLES = {"gradient": ("#0072B2", "--"), "activation gradient": ("#D55E00", "-")}
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--batch-size", type=positive(int), default=256)
-    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    return parser.parse_args()
 
 
 class Total(NamedTuple):
@@ -126,9 +114,9 @@ def draw(axes: Any, role: str, found: Total, left: float) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = parse_options(__doc__, batch_size=256)
     console = begin(arguments)
-    images = jnp.asarray(load_images()[: arguments.batch_size])
+    images = jnp.asarray(load_images()[0].reshape(-1, 64)[: arguments.batch_size])
     model = Autoencoder()
     params = model.init(jax.random.key(0), images)["params"]
 
@@ -146,9 +134,7 @@ def main() -> None:
         console.print(f"\n[bold]{name}[/bold]")
         print(report)
     data = {name: report.to_dict() for name, report in reports.items()}
-    path = arguments.output_dir / "inspect_ranges.json"
-    save_figure(plot(write_report(path, arguments, programs=data)), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and inspect_ranges.svg beside it.")
+    finish(console, arguments, "inspect_ranges", plot, programs=data)
 
 
 if __name__ == "__main__":

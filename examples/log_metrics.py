@@ -11,52 +11,31 @@ run if skipping does not end. The data is scikit-learn's set of 1797 handwritten
 Writes `log_metrics.csv`, `log_metrics.json` and `log_metrics.svg` into the output folder.
 """
 
-import argparse
 import csv
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from _common import (
-    COLORS,
-    OUTPUT,
-    OptionsHelp,
     begin,
-    draw_skipped,
-    positive,
+    finish,
+    load_images,
+    parse_options,
+    plot_run,
+    print_table,
     rounded,
-    save_figure,
-    write_report,
     written_whole,
 )
-from rich import box
-from rich.table import Table
-from sklearn.datasets import load_digits
 
 import jmp
 from jmp import diagnostics, transforms
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 FIELDS = (
     "step", "loss", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips", "skip_rate",
 )  # fmt: skip
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=OptionsHelp)
-    parser.add_argument("--steps", type=positive(int), default=200)
-    parser.add_argument("--batch-size", type=positive(int), default=256)
-    parser.add_argument("--learning-rate", type=positive(float), default=1e-2)
-    parser.add_argument("--loss-scale", type=positive(float), default=2.0**32, help="at the start")
-    parser.add_argument("--period", type=positive(int), default=20, help="steps between growths")
-    parser.add_argument("--output-dir", type=pathlib.Path, default=OUTPUT)
-    return parser.parse_args()
 
 
 def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -65,9 +44,9 @@ def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, float]]:
+def train(arguments: Any, path: pathlib.Path) -> list[dict[str, float]]:
     """Trains and writes a line for each step; returns the lines."""
-    pixels, digits = load_digits(return_X_y=True)
+    images, labels = load_images()
     generator = np.random.default_rng(0)
     params = {
         "in": jnp.asarray(generator.normal(0, 64**-0.5, (64, 128)), jnp.float32),
@@ -92,8 +71,8 @@ def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, f
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         for step in range(1, arguments.steps + 1):
-            chosen = generator.choice(len(pixels), arguments.batch_size)
-            batch = (np.float32(pixels[chosen] / 16), digits[chosen].astype(np.int32))
+            chosen = generator.choice(len(images), arguments.batch_size)
+            batch = images[chosen].reshape(-1, 64), labels[chosen]
             params, opt_state, logged = train_step(params, opt_state, np.int32(step), *batch)
             lines.append({name: value.item() for name, value in jax.device_get(logged).items()})
             writer.writerow(lines[-1])
@@ -103,48 +82,30 @@ def train(arguments: argparse.Namespace, path: pathlib.Path) -> list[dict[str, f
 
 def plot(report: dict[str, Any]) -> Any:
     """Draws the history that `log_metrics.json` holds."""
-    history = report["history"]
-    figure, (top, bottom, last) = plt.subplots(
-        3, 1, figsize=(7, 5.4), height_ratios=(5, 4, 0.6), sharex=True, layout="constrained"
-    )
-    steps = np.array(history["step"])
-    top.plot(steps, history["loss"], color=COLORS[3], linewidth=1.2)
-    bottom.plot(steps, history["loss_scale"], color=COLORS[0], drawstyle="steps-post")
-    draw_skipped(last, steps[~np.array(history["grads_finite"], bool)])
-    top.set(ylabel="training loss, nats", yscale="log")
-    bottom.set_yscale("log", base=2)
-    bottom.set(ylabel="loss scale after the step")
-    last.set(xlabel="step")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-    return figure
+    return plot_run(report["history"])[0]
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    console = begin(arguments)
-    path = arguments.output_dir / "log_metrics.csv"
-    lines = train(arguments, path)
-
-    table = Table(title="Mixed float16, some of the lines", box=box.SIMPLE, padding=0)
-    for name in FIELDS:
-        table.add_column(name.replace("_", "\n"), justify="right")
-    for line in lines[:: max(1, len(lines) // 8)]:
-        table.add_row(*(f"{line[name]:.5g}" for name in FIELDS))
-    console.print(table)
-    final_loss = float(np.mean([line["loss"] for line in lines[-20:]]))
-    report = write_report(
-        path.with_suffix(".json"),
-        arguments,
-        final_loss=final_loss,
-        last_line=lines[-1],
-        history={
-            name: rounded([line[name] for line in lines])
-            for name in ("step", "loss", "loss_scale", "grads_finite")
-        },
+    arguments = parse_options(
+        __doc__,
+        steps=200,
+        batch_size=256,
+        learning_rate=1e-2,
+        loss_scale=(2.0**32, "at the start"),
+        period=(20, "steps between growths"),
     )
-    save_figure(plot(report), path.with_suffix(".svg"))
-    console.print(f"Wrote {path.name}, log_metrics.json and log_metrics.svg into {path.parent}.")
+    console = begin(arguments)
+    lines = train(arguments, arguments.output_dir / "log_metrics.csv")
+
+    shown = lines[:: max(1, len(lines) // 8)]
+    rows = [[f"{line[name]:.5g}" for name in FIELDS] for line in shown]
+    print_table(console, [name.replace("_", "\n") for name in FIELDS], *rows)
+    final_loss = float(np.mean([line["loss"] for line in lines[-20:]]))
+    console.print(f"Mixed float16: loss {final_loss:.4f}, mean of the last 20 steps.")
+    names = ("loss", "loss_scale", "grads_finite")
+    history = {name: rounded([line[name] for line in lines]) for name in names}
+    results = {"final_loss": final_loss, "last_line": lines[-1], "history": history}
+    finish(console, arguments, "log_metrics", plot, **results)
 
 
 if __name__ == "__main__":

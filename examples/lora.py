@@ -109,7 +109,7 @@ def load_texts(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def main() -> None:
     options = {"pretrain_steps": 400, "steps": 400, "batch_size": 16, "length": 64, "width": 64}
-    arguments = parse_options(__doc__, **options, runs=tuple(RUNS))
+    arguments = parse_options(__doc__, **options, runs=list(RUNS))
     console = begin(arguments)
     code, prose, held_out = load_texts(arguments.length + 1)
     model = GPT(arguments.width)

@@ -22,23 +22,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import optax
-from _common import (
-    OUTPUT,
-    OptionsHelp,
-    device_line,
-    positive,
-    prepare_folder,
-    save_figure,
-    write_report,
-)
-from rich.console import Console
+from _common import COLORS, OUTPUT, OptionsHelp, begin, finish, positive, stop
 
 from jmp import diagnostics
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 # Name, policy, and whether each block is under `jax.checkpoint`.
 RUNS = (
@@ -47,13 +35,12 @@ RUNS = (
     ("mixed float16, checkpoint", "mixed_float16", True),
 )
 
-# Okabe and Ito's colours, told apart by every kind of colour vision.
 PART_COLORS = {
-    "parameters": "#0072B2",
-    "gradients": "#56B4E9",
-    "optimizer": "#009E73",
-    "copies of parameters": "#CC79A7",
-    "activations": "#D55E00",
+    "parameters": COLORS[3],
+    "gradients": COLORS[2],
+    "optimizer": COLORS[4],
+    "copies of parameters": COLORS[5],
+    "activations": COLORS[1],
 }
 
 
@@ -107,14 +94,6 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--xla", action=argparse.BooleanOptionalAction, default=True, help="compile as well")
     add("--output-dir", type=pathlib.Path, default=OUTPUT)
     return parser
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argument_parser()
-    arguments = parser.parse_args()
-    if arguments.width % arguments.heads:
-        parser.error(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
-    return arguments
 
 
 def count(
@@ -212,10 +191,10 @@ def plot_peaks(axes: Any, peaks: Sequence[int | None], ends: Sequence[float], un
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    prepare_folder(arguments.output_dir, "--output-dir")
-    console = Console()
-    console.print(device_line().replace("Training", "XLA compiles"))
+    arguments = argument_parser().parse_args()
+    if arguments.width % arguments.heads:
+        stop(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
+    console = begin(arguments, does="XLA compiles")
     reports = {name: count(policy, ckpt, arguments) for name, policy, ckpt in RUNS}
     print(diagnostics.compare_memory(reports))
     factors = {name: layer_factor(report, arguments) for name, report in reports.items()}
@@ -226,11 +205,9 @@ def main() -> None:
     console.print(f"  by Korthikanti et al.'s formula, float16 and dropout: {formula:.1f}")
 
     data = {name: to_dict(report, arguments) for name, report in reports.items()}
-    path = arguments.output_dir / "memory.json"
-    report = write_report(path, arguments, reports=data)
     title = f"GPT of --layers {arguments.layers} --width {arguments.width}, counted, not measured"
-    save_figure(plot({title: report["reports"]}), path.with_suffix(".svg"))
-    console.print(f"Wrote {path} and memory.svg beside it.")
+    draw = lambda report: plot({title: report["reports"]})
+    finish(console, arguments, "memory", draw, reports=data)
 
 
 if __name__ == "__main__":

@@ -194,21 +194,6 @@ def rotary_of_hugging_face(params, x, positions):
     return (columns @ rows).swapaxes(1, 2)
 
 
-@as_in(rotary_by_einsum, behind=rotary_attention)
-def rotary_by_outer(params, x):
-    return jnp.outer(steps(), frequencies())
-
-
-@as_in(rotary_by_einsum, behind=rotary_attention)
-def rotary_by_dot_general(params, x):
-    return lax.dot_general(frequencies(), steps(), (((), ()), ((), ()))).T
-
-
-@as_in(rotary_of_hugging_face, behind=rotary_attention)
-def rotary_of_batched_positions(params, x, positions):
-    return jnp.einsum("bi,j->bij", positions[None].astype(FLOAT32), frequencies())
-
-
 @case(tokens, ATTENTION | {"logarithms": (WIDTH // 2,)}, half=6, behind=rotary_attention)
 def rotary_of_learned_frequencies(params, x):
     learned = frequencies() * jnp.exp(params["logarithms"] / 50)
@@ -224,16 +209,6 @@ def rotary_of_gpt_j(dtype, params, x, positions):
     return attention(dtype, params, x, rotated_pairs(sin, cos))
 
 
-@case(tokens_and_positions, ATTENTION, half=6, behind=rotary_attention)
-def rotary_in_three_sections(params, x, positions):
-    """Qwen2-VL: time, height and width have some of the frequencies each."""
-    ids = jnp.stack([positions, positions // 32, positions % 32])[:, None, None, :]
-    columns = jnp.broadcast_to(frequencies()[None, None, :, None], (3, 1, WIDTH // 2, 1))
-    angles = (columns @ ids.astype(FLOAT32)).swapaxes(2, 3)
-    sections = jnp.split(angles, (4, 10), -1)
-    return jnp.concatenate([part[i] for i, part in enumerate(sections)], -1)
-
-
 def grid(height, width):
     """The coordinates of pixels, row by row: [height * width, 2]."""
     y, x = jnp.meshgrid(steps(height), steps(width), indexing="ij")
@@ -244,12 +219,6 @@ def grid(height, width):
 def rotary_of_two_axes(params, x):
     of_axis = jnp.kron(jnp.eye(2), 100.0 ** -jnp.linspace(0, 1, WIDTH // 4)[None])
     return jnp.einsum("...i,ij->...j", grid(2, LENGTH // 2) * 2, of_axis)
-
-
-@as_in(rotary_by_einsum, full=1, behind=rotary_attention)
-def rotary_of_positions_by_a_triangle(params, x):
-    positions = jnp.tril(jnp.ones((LENGTH, LENGTH))) @ jnp.ones(LENGTH) - 1
-    return jnp.einsum("i,j->ij", positions, frequencies())
 
 
 def padded_tokens(random):
@@ -307,17 +276,8 @@ def some_times(random):
     return (np.float32(random.uniform(0, 1000, LENGTH)),)
 
 
-def some_steps(random):
-    return (np.int32(random.integers(0, 1000, LENGTH)),)
-
-
 def waves(angles):
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-
-
-@case(some_steps, MLP, half=2, behind=mlp)
-def timesteps_by_columns_and_rows(params, t):
-    return waves(t.astype(FLOAT32)[:, None] @ frequencies()[None, :])
 
 
 @case(some_times, MLP, half=2, behind=mlp)
@@ -355,7 +315,7 @@ def gaussian(rows, columns, scale):
     return scale * np.float32(np.random.default_rng(3).normal(size=(rows, columns)))
 
 
-SAM, OF_POINTS = gaussian(2, WIDTH // 2, 16), gaussian(3, WIDTH // 2, 10)
+SAM = gaussian(2, WIDTH // 2, 16)
 
 
 def image(random):
@@ -368,11 +328,6 @@ def grid_of_sam(dtype, params, x):
         grid_ = (grid(16, LENGTH // 16) + 0.5) / jnp.array([[16, LENGTH // 16]])
         features = waves(2 * np.pi * ((2 * grid_ - 1) @ SAM))
     return mlp(dtype, params, x + features)
-
-
-@case(points, MLP, half=2, full=1, behind=mlp)
-def fourier_features(params, x):
-    return waves(2 * np.pi * (x @ OF_POINTS))
 
 
 @case(points, MLP | {"b": (3, WIDTH // 2)}, half=2, full=1, behind=mlp)
@@ -517,29 +472,6 @@ def places_in_an_expert(dtype, params, x):
     return squared_error(jnp.einsum("tec,ecd->td", combine, rows))
 
 
-CODES = gaussian(4, WIDTH, 1)
-
-
-def near_codes(random):
-    code = random.choice(4, LENGTH, p=[0.7, 0.1, 0.1, 0.1])
-    return (np.float32(CODES[code] + 0.1 * random.normal(size=(LENGTH, WIDTH))),)
-
-
-@case(near_codes, MLP | {"codes": CODES}, half=4, full=1)
-def codes_of_vq(dtype, params, x):
-    """The nearest codes, by products in half, and how often each is used."""
-    codes = params["codes"]
-    near = (x.astype(dtype) @ codes.T.astype(dtype)).astype(FLOAT32)
-    nearest = jnp.argmin((codes**2).sum(-1)[None] - 2 * near, -1)
-    chosen = jax.nn.one_hot(nearest, 4)
-    with in_float32():
-        used = chosen.T @ jnp.ones(LENGTH)
-    weight = (1 / used)[nearest][:, None]
-    quantized = chosen.astype(dtype) @ codes.astype(dtype)
-    error = (quantized.astype(FLOAT32) - x) ** 2
-    return mlp(dtype, params, quantized) + (error * weight).sum() / 10
-
-
 def words(random):
     return (np.int32(random.integers(0, 50, LENGTH)),)
 
@@ -620,12 +552,6 @@ def mel_of_a_spectrum_by_products(params, frames):
     return jnp.log(power @ triangles(64) + 1) / 10 - 1
 
 
-@case(sound, MLP, half=2, full=1, behind=mlp)
-def mel_of_a_spectrum_by_fft(params, frames):
-    power = jnp.abs(jnp.fft.rfft(frames)) ** 2
-    return jnp.log(power @ triangles(65) + 1) / 10 - 1
-
-
 def picture(random):
     return (np.float32(random.uniform(0, 255, (2 * WIDTH, 2 * WIDTH))),)
 
@@ -640,20 +566,6 @@ def bilinear_by_matrices(params, x):
 @as_in(bilinear_by_matrices, full=2, behind=mlp)
 def bilinear_of_jax(params, x):
     return (jax.image.resize(x, (WIDTH, WIDTH), "bilinear", antialias=False) - 128) / 64
-
-
-def series(random):
-    return (np.float32(1000 + random.normal(size=(32, 96)).cumsum(-1)),)
-
-
-@case(series, {"trend": (96, WIDTH), "rest": (96, WIDTH)}, half=2, full=1)
-def trend_of_a_series(dtype, params, x):
-    """DLinear: a moving average, and the small rest after it."""
-    with in_float32():
-        near = jnp.abs(steps(96)[:, None] - steps(96)[None]) <= 6
-        trend = x @ (near / near.sum(0, keepdims=True))
-        rest, trend = x - trend, (trend - trend[:, -1:]) / 10
-    return squared_error(dense(dtype, rest, params["rest"]) + dense(dtype, trend, params["trend"]))
 
 
 # Thin products between weights and activations.

@@ -292,63 +292,6 @@ def gemma(dtype=jnp.float32, seed=0, wrap=as_it_is):
     return loss, draws.like(params), (ids, np.roll(ids, -1, 1))
 
 
-# ResNet as trained on ImageNet: layers made by `partial`, with the model's dtype in them.
-
-
-class ResNetBlock(nn.Module):
-    features: int
-    strides: int
-    conv: Any
-    norm: Any
-
-    @nn.compact
-    def __call__(self, x):
-        y = self.conv(self.features, (3, 3), self.strides)(x)
-        y = nn.relu(self.norm()(y))
-        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.features, (3, 3))(y))
-        if x.shape != y.shape:
-            x = self.conv(self.features, (1, 1), self.strides, name="conv_projection")(x)
-            x = self.norm(name="norm_projection")(x)
-        return nn.relu(x + y)
-
-
-class ResNetModule(nn.Module):
-    dtype: Any = jnp.float32
-    widths: tuple[int, ...] = (16, 32)
-
-    @nn.compact
-    def __call__(self, x, train=True):
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype
-        )
-        x = conv(self.widths[0], (7, 7), (2, 2), padding=3, name="conv_init")(x)
-        x = nn.relu(norm(name="bn_init")(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        for i, width in enumerate(self.widths):
-            x = ResNetBlock(width, 1 + (i > 0), conv, norm)(x)
-        x = nn.Dense(10, dtype=self.dtype)(jnp.mean(x, (1, 2)))
-        return jnp.asarray(x, self.dtype)
-
-
-def resnet(dtype=jnp.float32, seed=0, wrap=as_it_is):
-    draws = Draws(seed)
-    images, labels = draws.normal((8, 24, 24, 3)), draws.integers(10, (8,))
-    module = ResNetModule(dtype)
-    params = parameters(module, draws, images)
-    like = shapes(module, jax.ShapeDtypeStruct(images.shape, images.dtype))["batch_stats"]
-    statistics = jax.tree.map(lambda s: jnp.ones(s.shape), like)
-    apply = wrap(module.apply)
-
-    def loss(params, statistics, images, labels):
-        logits, updated = apply(
-            {"params": params, "batch_stats": statistics}, images, mutable=["batch_stats"]
-        )
-        return cross_entropy(logits, labels), updated["batch_stats"]
-
-    return loss, params, (statistics, images, labels)
-
-
 # GPT-2 as Hugging Face calls it: an object whose call takes the parameters as a keyword.
 
 
@@ -464,18 +407,16 @@ def bert(dtype=jnp.float32, seed=0, wrap=as_it_is):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pattern:
-    """A row of the list: how to make it, what adapts it, whether its loss returns statistics."""
+    """A row of the list: how to make it, and what adapts it."""
 
     name: str
     make: Callable
     adapter: str = "linen"
-    has_aux: bool = False
 
 
 PATTERNS = [
     Pattern("t5", t5),
     Pattern("gemma", gemma, adapter="nnx"),
-    Pattern("resnet", resnet, has_aux=True),
     Pattern("gpt2", gpt2),
     Pattern("bert", bert),
 ]

@@ -15,6 +15,7 @@ import re
 from benchmarks.pages import (  # noqa: F401 (they register)
     examples,
     families,
+    float8,
     gallery,
     measured,
     planner,
@@ -22,7 +23,6 @@ from benchmarks.pages import (  # noqa: F401 (they register)
     published,
     recipes,
     small_states,
-    soak,
     targets,
     wire,
 )

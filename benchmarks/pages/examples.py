@@ -34,34 +34,6 @@ numbers({
 })  # fmt: skip
 
 
-# Small trainings with and without loss scaling.
-
-
-def _ratios(case: Any, run: str) -> str:
-    """Returns the least and the most of the seeds' final losses over those in float32."""
-    finals = (case[name]["final_losses"] for name in (run, "float32"))
-    ratios = np.divide(*finals)
-    return f"{ratios.min():.2f} to {ratios.max():.2f}"
-
-
-@figure("scaling/table")
-def _(found: Any) -> str:
-    rows = []
-    for name, case in found["cases"].items():
-        zeros = (
-            percent(np.mean(case[run]["zero_gradients"]))
-            for run in ("float32", "unscaled", "scaled")
-        )
-        rows.append([name, _ratios(case, "unscaled"), _ratios(case, "scaled"), *zeros])
-    headers = ["training", "loss without scaling", "loss with scaling"]
-    headers += ["zero gradients: float32", "without scaling", "with scaling"]
-    return table(headers, rows)
-
-
-numbers({"scaling/seeds": "{[seeds]}"})
-figure("scaling/cases")(lambda found: str(len(found["cases"])))
-
-
 # The character LSTM.
 
 numbers({

@@ -1,25 +1,11 @@
-"""What `docs/examples.md` says: a table of the examples, and what those of the gallery printed."""
+"""What `docs/examples.md` says of the examples of its gallery."""
 
 from typing import Any
 
 import numpy as np
 
 from benchmarks._tables import table
-from benchmarks.gallery import ROWS
 from benchmarks.pages.registry import figure, size
-
-
-@figure("gallery/table")
-def _(found: Any) -> str:
-    rows = []
-    for row in ROWS:
-        measured = found["examples"].get(row.name)
-        options = "".join(f" `{' '.join(row.options)}`" if row.options else "")
-        link = f"[examples/{row.name}.py](../examples/{row.name}.py){options}"
-        time = f"{max(measured['processor_minutes'], 0.1):.1f}" if measured else "for a GPU"
-        rows.append([row.trains, link, row.framework, row.data, time])
-    return table(["what is trained", "example", "with", "data", "minutes"], rows)
-
 
 PRECISIONS = {
     "float32": "float32",

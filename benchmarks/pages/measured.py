@@ -1,8 +1,8 @@
-"""What `docs/performance.md` says of recipes that were timed, on a GPU or on a CPU."""
+"""What `docs/performance.md` says of recipes and of parts that were timed on a GPU."""
 
 from typing import Any
 
-from benchmarks._tables import TITLES, failures, found_of, section, table, total, versions_of
+from benchmarks._tables import TITLES, found_of, section, versions_of
 from benchmarks.gpu_parts import PARTS
 from benchmarks.pages.registry import figure, read
 from benchmarks.run import BASELINE, CONTROL
@@ -24,11 +24,6 @@ def _(results: dict[str, Any]) -> str:
     names = [f"{machine['device']}, driver {machine['driver']}", machine["platform_version"]]
     names += [versions_of(machine), *(f"PyTorch {version}" for version in sorted(versions))]
     return ", ".join(names)
-
-
-figure("cpu/machine")(
-    lambda found: f"{found['machine']['device']}; {versions_of(found['machine'])}"
-)
 
 
 def _rates(results: dict[str, Any]) -> dict[str, float]:
@@ -63,8 +58,6 @@ def gpu(results: dict[str, Any]) -> str:
             compiled_here = counted["recipes"].get(program, {})
             moved = compiled_here.get("bytes_moved")
             limit = max(moved / bandwidth, flops / rate) if moved else None
-            # The program of float32 was compiled for exact products, not for those of TF32.
-            is_modelled = "model_ms" in compiled_here and name != "tf32"
             planned, peak = (measured.get(f"{name}_bytes") for name in ("compiler", "peak"))
             rows.append(
                 [
@@ -72,12 +65,11 @@ def gpu(results: dict[str, Any]) -> str:
                     f"{1e3 * measured['seconds']:.2f}",
                     ratio_text(measured),
                     f"{1e3 * limit:.2f}" if limit else "",
-                    f"{total(compiled_here['model_ms']):.2f}" if is_modelled else "",
                     f"{100 * flops / measured['seconds'] / rate:.0f} %" if flops else "",
                     *(f"{held / 1e9:.2f}" if held else "" for held in (planned, peak)),
                 ]
             )
-        headers = ["recipe", "ms", "over by hand", "limit ms", "modelled limit, model ms", "MFU"]
+        headers = ["recipe", "ms", "over by hand", "limit ms", "MFU"]
         headers += ["GB planned", "GB peak"]
         text += section(found, headers, rows)
     return text
@@ -100,44 +92,3 @@ def gpu_parts(results: dict[str, Any]) -> str:
         ]
         text += section(found, ["way", "ms", f"over {part.baseline}", "deviation"], rows)
     return text or "None of these parts was timed so far.\n"
-
-
-@figure("cpu/tables")
-def cpu(results: dict[str, Any]) -> str:
-    """Returns a table for each update, and one of tracing and compilation."""
-    text = ""
-    for _, found in found_of(results, UPDATES):
-        rows = [
-            [
-                TITLES[name],
-                f"{1e3 * measured['seconds']:.1f}",
-                ratio_text(measured),
-                compilation_text(name, found["recipes"]),
-            ]
-            for name, measured in found["recipes"].items()
-            if "error" not in measured
-        ]
-        headers = ["recipe", "ms", "over by hand", "compilation over by hand"]
-        text += section(found, headers, rows)
-    models = {model.title: found["recipes"] for model, found in found_of(results, WORKLOADS)}
-    if not models:
-        return text
-    rows = []
-    for name, title in TITLES.items():
-        row = [title]
-        for recipes in models.values():
-            measured = recipes.get(name, {"error": "not asked for"})
-            failed = "error" in measured
-            row += ["", ""] if failed else [ratio_text(measured), compilation_text(name, recipes)]
-        if any(row[1:]):
-            rows.append(row)
-    headers = ["over by hand"]
-    for title in models:
-        headers += [f"{title}: tracing", "compilation"]
-    not_run = "".join(map(failures, models.values()))
-    return f"{text}### Tracing and compiling a step\n\n{table(headers, rows)}{not_run}\n"
-
-
-def compilation_text(name: str, recipes: dict[str, Any]) -> str:
-    seconds, by_hand = (recipes.get(n, {}).get("compile_seconds") for n in (name, BASELINE))
-    return f"{seconds / by_hand:.2f}" if seconds and by_hand else ""

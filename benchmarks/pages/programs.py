@@ -1,6 +1,5 @@
 """The figures of programs: what they move and hold, what devices send, times on a GPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,6 @@ import numpy as np
 from benchmarks import programs
 from benchmarks._drawing import FONT, narrow
 from benchmarks._tables import table
-from benchmarks.pages.recipes import limit_text
 from benchmarks.pages.registry import digits, figure, percent, size
 from benchmarks.pages.wire import MIB
 
@@ -74,22 +72,6 @@ def _columns(found: Any, name: str) -> list[int]:
     return [recipes[columns][name] for columns in ("4095", "4096")]
 
 
-@figure("programs/head-table")
-def _(found: Any) -> str:
-    recipes = found["workloads"]["head"]["recipes"]
-    rows = [
-        [
-            title,
-            limit_text(step),
-            f"{step['bytes_moved'] / 1e9:.1f} GB",
-            f"{step['gradient_error']:.1e}",
-        ]
-        for title, step in recipes.items()
-    ]
-    limit = "modelled limit, model ms: bytes + operations + launches"
-    return table(["products", limit, "bytes moved", "error of the gradient"], rows)
-
-
 @figure("programs/columns-bytes")
 def _(found: Any) -> str:
     odd, even = _columns(found, "bytes_moved")
@@ -100,37 +82,6 @@ def _(found: Any) -> str:
 def _(found: Any) -> str:
     odd, even = _columns(found, "kernels")
     return f"{odd} kernels instead of {even}"
-
-
-def _all_rows(found: Any, group: str) -> list[list[str]]:
-    recipes = found["workloads"][group]["recipes"]
-    return [row for counted in recipes.values() for row in counted["rows"]]
-
-
-@figure("programs/convolutions")
-def _(found: Any) -> str:
-    headers = ["product of float8 arrays", "runs in", "call of cuDNN", "MB", "MB in bfloat16"]
-    return table(headers, _all_rows(found, "convolutions"))
-
-
-@figure("programs/convolution-steps")
-def _(found: Any) -> str:
-    headers = ["step", "in float8", "bytes", "temp memory", "kernels", "float8 products"]
-    return table(headers, _all_rows(found, "convolution-steps"))
-
-
-def _more_bytes(form: str) -> Callable[[Any], str]:
-    def make(found: Any) -> str:
-        """Returns the bytes that networks move more with a form, such as "5 to 6 %"."""
-        rows = [row for row in _all_rows(found, "convolution-steps") if row[1] == form]
-        more = sorted(round(100 * (float(row[2]) - 1)) for row in rows)
-        return f"{more[0]} to {more[-1]} %"
-
-    return make
-
-
-figure("programs/convolution-forward")(_more_bytes("forward"))
-figure("programs/convolution-both")(_more_bytes("forward, gradient of the input"))
 
 
 @figure("wire/float8-table")

@@ -45,8 +45,7 @@ def _(results: list[dict[str, Any]]) -> str:
             versions = next((r["versions"] for r in found if "versions" in r), {})
             named = ", ".join(f"{package} {version}" for package, version in versions.items())
             text += f"\n### {title}\n\n" + f"{named}.\n\n" * bool(named)
-            generate = any(is_generation(result) for result in found)
-            text += (table_of_generation if generate else table_of)(found) + notes(found)
+            text += table_of(found) + notes(found)
     return text
 
 
@@ -70,44 +69,6 @@ def table_of(results: list[dict[str, Any]]) -> str:
                 row.append(error_of(recipes, BY_HAND_BFLOAT16))
         rows.append(row)
     return table(headers, rows)
-
-
-def is_generation(result: dict[str, Any]) -> bool:
-    return "caches" in result.get("recipes", {}).get("float32", ())
-
-
-def table_of_generation(results: list[dict[str, Any]]) -> str:
-    headers = ["model", "products", "half", "caches", "half", "by hand: half"]
-    headers += ["error: float16", "by hand", "error: bfloat16", "by hand"]
-    headers += ["as by hand", "as float32", "by hand: as float32"]
-    rows = []
-    for result in results:
-        recipes = result.get("recipes")
-        if not recipes:
-            rows.append([result["title"]])
-            continue
-        row = [result["title"], str(recipes["float32"]["products"]), half_of(recipes)]
-        row.append(str(sum(recipes["float32"]["caches"].values())))
-        row += [caches_half(recipes, recipe) for recipe in (BFLOAT16, BY_HAND_BFLOAT16)]
-        for recipe in (FLOAT16, BY_HAND, BFLOAT16, BY_HAND_BFLOAT16):
-            row.append(
-                f"{recipes[recipe]['error_of_scores']:.1e}"
-                if "error" not in recipes[recipe]
-                else "fails"
-            )
-        mixed, by_hand = recipes[BFLOAT16], recipes[BY_HAND_BFLOAT16]
-        shares = (mixed.get("as_by_hand"), mixed.get("as_float32"), by_hand.get("as_float32"))
-        rows.append(row + ["" if share is None else f"{100 * share:.1f} %" for share in shares])
-    return table(headers, rows)
-
-
-def caches_half(recipes: dict[str, Any], recipe: str) -> str:
-    """Returns how many of the caches are half, by a recipe in bfloat16."""
-    if "error" in recipes[recipe]:
-        return ""
-    every = sum(recipes["float32"]["caches"].values())
-    found = recipes[recipe]["caches"].get("bfloat16", 0)
-    return "all" if found == every else str(found)
 
 
 def half_of(recipes: dict[str, Any]) -> str:

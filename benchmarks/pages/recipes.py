@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks._drawing import FONT, narrow
-from benchmarks._tables import TITLES, found_of, section, table, total, versions_of
+from benchmarks._tables import TITLES, found_of, section, table, versions_of
 from benchmarks.pages.registry import figure
 from benchmarks.recipes import RECIPES
 from benchmarks.run import BASELINE
@@ -18,7 +18,6 @@ DRAWN = {  # what is counted, with its name and marker
 }
 LEAST_DIFFERENCE = 0.02  # a recipe that differs by less from the step by hand is not drawn
 
-LIMIT = "modelled limit, model ms: bytes + operations + launches"
 for _source in ("recipes", "wire"):
     figure(f"{_source}/versions")(lambda found: versions_of(found["machine"]))
 
@@ -41,27 +40,18 @@ def steps(results: dict[str, Any]) -> str:
                 ratio(recipes, name, "kernels"),
                 f"{counted['temp_bytes'] / 1e9:.2f}",
                 ratio(recipes, name, "temp_bytes"),
-                limit_text(counted),
-                ratio(recipes, name, "model_ms"),
             ]
             for name, counted in recipes.items()
         ]
         headers = ["recipe", "GB moved", "ratio", "kernels", "ratio", "GB temp", "ratio"]
-        text += section(found, [*headers, LIMIT, "ratio"], rows)
+        text += section(found, headers, rows)
     return text
 
 
 def ratio(recipes: dict[str, Any], name: str, key: str) -> str:
     """Returns what is counted of a recipe over that of the step by hand; "" if that failed."""
     base = recipes.get(BASELINE)
-    return f"{total(recipes[name][key]) / total(base[key]):.3f}" if base else ""
-
-
-def limit_text(counted: dict[str, Any]) -> str:
-    """Returns the modelled limit and its parts, such as "12.67 = 5.02 + 6.69 + 0.96"."""
-    parts = counted["model_ms"]
-    terms = " + ".join(f"{parts[part]:.2f}" for part in ("bytes", "operations", "launches"))
-    return f"{total(parts):.2f} = {terms}"
+    return f"{recipes[name][key] / base[key]:.3f}" if base else ""
 
 
 @figure("recipes/loss-scaling")
@@ -92,31 +82,13 @@ def _(results: dict[str, Any]) -> str:
                 str(counted["kernels"]),
                 str(counted["copies"]),
                 f"{counted['temp_bytes'] / update.parameters:.2f}",
-                limit_text(counted),
             ]
             for name, counted in found["recipes"].items()
             if "error" not in counted
         ]
-        headers = ["recipe", "bytes", "kernels", "copies", "temp", LIMIT]
+        headers = ["recipe", "bytes", "kernels", "copies", "temp"]
         text += section(found, headers, rows)
     return text
-
-
-@figure("checks/table")
-def _(results: dict[str, Any]) -> str:
-    found = results["workloads"]
-    names = list(next(iter(found.values()))["recipes"])
-    rows = []
-    for check in names:
-        row = [check]
-        for measured in found.values():
-            counted = measured["recipes"][check]
-            row += [str(counted["kernels"]), f"{counted['bytes_moved'] / 1e9:.3f}"]
-        rows.append(row)
-    headers = [""]
-    for measured in found.values():
-        headers += [f"{measured['title']}: kernels", "GB moved"]
-    return table(headers, rows)
 
 
 def plot(results: dict[str, Any]) -> Any:

@@ -3,46 +3,34 @@
 import functools
 from typing import Any
 
-import matplotlib
-import numpy as np
-
 from benchmarks._tables import table
 from benchmarks.pages.registry import figure, numbers
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-# The names of the file, and how pages and the picture write them.
+# The names of the file, and how pages write them.
 WAYS = {
-    "float32": ("float32 parameters", "float32"),
-    "full": ('`masters="full"`', "full"),
-    "split": ('`masters="split"`', "split"),
-    "kahan": ('`masters="kahan"`', "kahan"),
-    "stochastic": ('`masters="stochastic"`', "stochastic"),
-    "split, bfloat16 state": ("split, state in bfloat16", "split,\nbfloat16 state"),
-    "stochastic, int8 state": ("stochastic, state in int8", "stochastic,\nint8 state"),
-    "stochastic, float8_e4m3fn state": (
-        "stochastic, state in float8_e4m3fn",
-        "stochastic,\nfloat8 state",
-    ),
-    "none": ('`masters="none"`', "none"),
-    "optax": ("plain optax, parameters and state in bfloat16", "plain optax"),
+    "float32": "float32 parameters",
+    "full": '`masters="full"`',
+    "split": '`masters="split"`',
+    "kahan": '`masters="kahan"`',
+    "stochastic": '`masters="stochastic"`',
+    "split, bfloat16 state": "split, state in bfloat16",
+    "stochastic, int8 state": "stochastic, state in int8",
+    "stochastic, float8_e4m3fn state": "stochastic, state in float8_e4m3fn",
+    "none": '`masters="none"`',
+    "optax": "plain optax, parameters and state in bfloat16",
 }
-FLOAT16 = {f"{way}, float16": f"{way}, float16" for way in ("full", "kahan", "stochastic")}
 SHORT = {way: way.replace(", ", "-").removesuffix(" state").replace("_", "-") for way in WAYS}
 
 
 def _difference(row: Any) -> str:
     """Returns how final losses differ from those in float32, in thousandths of a nat."""
-    if row["difference"] is None:
-        return "NaN"
     return f"{1000 * row['difference']:+.1f} ± {1000 * row['difference_spread']:.1f}"
 
 
 @figure("small_states/table")
 def _(found: Any) -> str:
     rows = []
-    for way, (title, _) in WAYS.items():
+    for way, title in WAYS.items():
         counted, trained = found["bytes"]["ways"][way], found["text"]["ways"][way]
         rows.append([
             title,
@@ -53,42 +41,6 @@ def _(found: Any) -> str:
         ])  # fmt: skip
     headers = ["way", "bytes held", "bytes moved", "final loss", "difference, 0.001 nats"]
     return table(headers, rows)
-
-
-def _mark(row: Any) -> str:
-    if row["large"]:
-        return "large"
-    return "systematic" if row["beyond_two_spreads"] else "alike"
-
-
-@figure("small_states/optimizers")
-def _(found: Any) -> str:
-    """For each way, how many optimizers end as in float32, and those that do not."""
-    optimizers = found["digits"]["optimizers"]
-    titles = {way: title for way, (title, _) in WAYS.items()} | FLOAT16
-    del titles["float32"]
-    rows = []
-    for way, title in titles.items():
-        marks = {name: _mark(ways[way]) for name, ways in optimizers.items()}
-        cells = [str(sum(mark == "alike" for mark in marks.values()))]
-        for asked in ("systematic", "large"):
-            found_here = [
-                f"{name} ({_difference(ways[way])})"
-                for name, ways in optimizers.items()
-                if marks[name] == asked
-            ]
-            cells.append(", ".join(found_here))
-        rows.append([title, *cells])
-    headers = ["way", "as float32, of 10", "beyond two spreads", "by more than 0.01 nats"]
-    return table(headers, rows)
-
-
-@figure("small_states/losses")
-def _(found: Any) -> str:
-    """Final losses in float32."""
-    optimizers = found["digits"]["optimizers"]
-    losses = {name: ways["float32"]["final_loss"] for name, ways in optimizers.items()}
-    return ", ".join(f"{loss:.3f} ({name})" for name, loss in losses.items())
 
 
 @figure("small_states/moments")
@@ -106,8 +58,6 @@ def _(found: Any) -> str:
 numbers({
     "small_states/text-steps": "{[text][steps]:,}",
     "small_states/text-parameters": "{[text][parameters]:,}",
-    "small_states/digits-steps": "{[digits][steps]:,}",
-    "small_states/digits-parameters": "{[digits][parameters]:,}",
     "small_states/seeds": "{[text][seeds]}",
     "small_states/counted-tensors": "{[bytes][tensors]}",
 })  # fmt: skip
@@ -132,42 +82,3 @@ for _way, _short in SHORT.items():
     figure(f"small_states/difference-{_short}")(functools.partial(_of_language_model, way=_way))
     for _what in ("held", "moved"):
         figure(f"small_states/{_what}-{_short}")(functools.partial(_bytes, way=_way, what=_what))
-
-
-def plot(found: Any) -> Any:
-    """Draws bytes a parameter above, and below the final losses over those in float32."""
-    counted, trained = found["bytes"]["ways"], found["text"]["ways"]
-    places = np.arange(len(WAYS))
-    labels = [label for _, label in WAYS.values()]
-    with plt.rc_context({"font.size": 14}):
-        figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 12), layout="constrained")
-    left = np.zeros(len(WAYS))
-    parts = {"parameter": "parameter", "beside": "kept beside it", "state": "Adam's state"}
-    colors = ("#56B4E9", "#D55E00", "#0072B2")  # Okabe and Ito's
-    for (part, label), color in zip(parts.items(), colors, strict=True):
-        widths = np.array([counted[way][part] for way in WAYS])
-        top.barh(places, widths, left=left, color=color, label=label)
-        left += widths
-    for place, held in zip(places, left, strict=True):
-        top.text(held + 0.15, place, f"{held:.2f}".removesuffix(".00"), va="center", fontsize=13)
-    top.set(xlabel="bytes held for a parameter", xlim=(0, 16))
-    means, spreads = (
-        np.array([trained[way][key] for way in WAYS], float) * 1000
-        for key in ("difference", "difference_spread")
-    )
-    bottom.errorbar(means, places, xerr=spreads, fmt="o", color=colors[2], capsize=4, markersize=7)
-    for place, way in enumerate(WAYS):
-        dots = np.array(trained[way]["differences"], float) * 1000
-        bottom.plot(dots, np.full(len(dots), place), "|", color="0.5", markersize=9, zorder=0)
-    bottom.axvline(0, color="black", linewidth=0.8)
-    bottom.set_xscale("symlog", linthresh=10)
-    ticks = [-10, -5, 0, 5, 10, 100]
-    bottom.set_xticks(ticks, map(str, ticks))
-    bottom.set(xlabel="final loss less that in float32, 0.001 nats\n(logarithmic beyond 10)")
-    for axes in (top, bottom):
-        axes.set_yticks(places, labels, fontsize=13)
-        axes.invert_yaxis()
-        axes.grid(axis="x", alpha=0.3)
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.25, 1), "ncols": 2}
-    top.legend(**place, frameon=False, fontsize=12, columnspacing=1)
-    return figure

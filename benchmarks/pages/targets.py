@@ -1,35 +1,28 @@
 """The figures of programs for several GPUs and TPUs, and the drawing of `docs/performance.md`."""
 
-import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import targets
 from benchmarks._drawing import FONT, narrow
-from benchmarks._tables import table, total
+from benchmarks._tables import table
 from benchmarks.pages.registry import figure
-from benchmarks.pages.wire import COLUMNS, MIB, by_kind
-from benchmarks.targets import BASE, GPU_HALVES, TIMED
-from benchmarks.workloads import UPDATES
+from benchmarks.targets import BASE, GPU_HALVES
 from testbed.machines.gpus import GPUS
 from testbed.machines.tpus import TPUS
 
 TPU_HALF = "bfloat16"
 OF_GPU = ("bytes_moved", "temp_bytes", "kernels")
 OF_TPU = ("bytes_moved", "cycles", "temp_bytes")
-SUMS = ("in all", "over by hand", "cycles over by hand")
 NAMES = {"bytes_moved": "bytes", "temp_bytes": "temp", "kernels": "kernels", "cycles": "cycles"}
 NOTHING = "–"  # not counted, or the compiler refused it
 
 
-def _counts(
-    found: Any, row: targets.Row, machine: str, half: str, way: str, newest: bool = False
-) -> Any:
+def _counts(found: Any, row: targets.Row, machine: str, half: str, way: str) -> Any:
     """Returns what was counted of one program; None where nothing was. Float32 has no half."""
     half = "float32" if way == "float32" else half
     recipes = found["workloads"].get(row.name, {"recipes": {}})["recipes"]
-    counted = recipes.get(targets.Job(machine, half, way, newest).name)
+    counted = recipes.get(targets.Job(machine, half, way).name)
     return None if counted is None or "error" in counted else counted
 
 
@@ -74,24 +67,6 @@ figure("targets/tpus-fused")(_over_machines(TPUS, TPU_HALF, "fused", OF_TPU))
 figure("targets/tpus-float32")(_over_machines(TPUS, TPU_HALF, "float32", OF_TPU))
 
 
-@figure("targets/compilers")
-def _(found: Any) -> str:
-    """The same ratios by two compilers, and how far those of the bytes are apart."""
-    rows, versions = [], [found["machine"]["jaxlib"], NOTHING]
-    for row in targets.MODEL_ROWS:
-        programs = [
-            [_counts(found, row, TIMED, TPU_HALF, way, newest) for way in ("autocast", BASE)]
-            for newest in (False, True)
-        ]
-        if not all(itertools.chain(*programs)):
-            continue
-        versions[1] = programs[1][0]["jaxlib"]
-        cells = [" / ".join(_ratio(*pair, key) for key in OF_GPU) for pair in programs]
-        pinned, newest = (ours["bytes_moved"] / base["bytes_moved"] for ours, base in programs)
-        rows.append([row.title, *cells, f"{100 * (newest / pinned - 1):+.1f} %"])
-    return table(["", *(f"jaxlib {version}" for version in versions), "bytes apart"], rows)
-
-
 @figure("targets/generation")
 def _(found: Any) -> str:
     machines = ("h200", "b200", "v5e")
@@ -109,7 +84,7 @@ def _(found: Any) -> str:
 
 @figure("targets/update")
 def _(found: Any) -> str:
-    row, *_ = targets.UPDATE_ROWS
+    row = targets.ADAM
     rows = []
     for machine in targets.MACHINES:
         half, keys = (TPU_HALF, OF_TPU[:2]) if machine in TPUS else (GPU_HALVES[0], OF_GPU[::2])
@@ -118,62 +93,6 @@ def _(found: Any) -> str:
         kernels, cycles = (NOTHING, other) if machine in TPUS else (other, NOTHING)
         rows.append([_title(machine), half, bytes_, kernels, cycles])
     return table(["", "half", "bytes", "kernels", "cycles"], rows)
-
-
-@figure("targets/small-updates")
-def _(found: Any) -> str:
-    """Bytes a parameter and, in brackets, what of those by hand, and of the cycles."""
-    _, *small = targets.UPDATE_ROWS
-    numbers = sum(math.prod(shape) for shape in UPDATES[0].shapes)
-    rows = []
-    for row in small:
-        cells = []
-        for machine in targets.MACHINES:
-            counted = _counts(found, row, machine, TPU_HALF, "ours")
-            keys = OF_TPU[:2] if machine in TPUS else OF_GPU[:1]
-            moved = f"{counted[keys[0]] / numbers:.2f}" if counted else NOTHING
-            over = _cell(found, row, machine, TPU_HALF, "ours", keys) if counted else NOTHING
-            cells.append(moved if over == NOTHING else f"{moved} ({over})")
-        rows.append([row.title, *cells])
-    counted_somewhere = [
-        position
-        for position in range(1, len(targets.MACHINES) + 1)
-        if any(row[position] != NOTHING for row in rows)
-    ]
-    titles = ["", *map(_title, targets.MACHINES)]
-    chosen = [0, *counted_somewhere]
-    return table([titles[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
-
-
-@figure("targets/compile-time")
-def _(found: Any) -> str:
-    rows = []
-    for row in targets.MODEL_ROWS:
-        for half in GPU_HALVES:
-            seconds = _counts(found, row, TIMED, half, "compile time")
-            if seconds is not None:
-                by_hand, autocast = seconds[BASE], seconds["autocast"]
-                cells = [f"{by_hand:.1f}", f"{autocast:.1f}", f"{autocast / by_hand:.2f}"]
-                rows.append([row.title, half, *cells])
-    return table(["", "half", "by hand: s", "autocast: s", "ratio"], rows)
-
-
-@figure("targets/wire")
-def _(found: Any) -> str:
-    rows = []
-    for row in targets.WIRE_ROWS:
-        title = row.title
-        base = _counts(found, row, "v5e", TPU_HALF, targets.BY_HAND_ON_TPUS)
-        for way in row.ways:
-            counted = _counts(found, row, "v5e", TPU_HALF, way)
-            if counted is None:
-                continue
-            received = counted["received"]
-            over = f"{total(received) / total(base['received']):.3f}" if base else NOTHING
-            cells = [f"{total(received) / MIB:.1f}", over, _ratio(counted, base, "cycles")]
-            rows.append([title, way, *by_kind(received), *cells])
-            title = ""
-    return table(["MiB received", "program", *COLUMNS, "others", *SUMS], rows)
 
 
 # Ranges over the models.

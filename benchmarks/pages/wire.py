@@ -1,4 +1,4 @@
-"""What pages say of what devices send each other, and of the errors of its sums."""
+"""What pages say of what devices send each other."""
 
 from typing import Any
 
@@ -61,50 +61,23 @@ def _by_dtype(received: dict[str, float]) -> str:
     return " + ".join(f"{size / MIB:.1f} {dtype}" for dtype, size in sums.items() if size >= LEAST)
 
 
-SUMS = {
-    "half": "half sent, half sums",
-    "float32": "float32 sent, float32 sums",
-    "exchange": "half sent, float32 sums",
-    "returned": "half sent, float32 sums, returned in half",
+POLICIES = {
+    "float32": "float32",
+    "autocast": "mixed_float16",
+    "autocast-f32": "mixed_float16,r=f32",
 }
-PLACES = {"fsdp": "FSDP", "dp": "data parallel"}
 
 
-@figure("device_sums/counted")
-def _(found: dict[str, Any]) -> str:
-    counted = found["counted"]
-    devices = list(counted["fsdp"]["half"])
+@figure("wire/policies")
+def _(results: dict[str, Any]) -> str:
+    """What autocast sends by each policy."""
     rows = [
-        [
-            f"{PLACES[place]}: {SUMS[form]}",
-            *(f"{by[n]['received'] / MIB:.1f}" for n in devices),
-            *(f"{by[n]['temp'] / MIB:.1f}" for n in devices),
-        ]
-        for place, forms in counted.items()
-        for form, by in forms.items()
+        [case.title, *(_listed(found["recipes"][way]["received"]) for way in POLICIES)]
+        for case, found in found_of(results, CASES)
     ]
-    headers = ["", *(f"MiB received, {n} devices" for n in devices)]
-    return table(headers + [f"MiB temp, {n}" for n in devices], rows)
+    return table(["MiB received", *POLICIES.values()], rows)
 
 
-@figure("device_sums/errors")
-def _(found: dict[str, Any]) -> str:
-    errors = found["errors"]
-    devices = list(errors["half"]["random"])
-    rows = [
-        [SUMS[form], kind, *(f"{by[n]:.1e}" for n in devices)]
-        for form, kinds in errors.items()
-        for kind, by in kinds.items()
-    ]
-    return table(["", "gradients", *(f"{n} devices" for n in devices)], rows)
-
-
-@figure("device_sums/tpus")
-def _(found: dict[str, Any]) -> str:
-    rows = []
-    for place, forms in found["v5e"].items():
-        base = forms["half"]["cycles"]
-        for form, by in forms.items():
-            name = f"{PLACES[place]}: {SUMS[form]}"
-            rows.append([name, f"{by['received'] / MIB:.1f}", f"{by['cycles'] / base:.2f}"])
-    return table(["eight v5e", "MiB received", "cycles over half sums"], rows)
+def _listed(received: dict[str, float]) -> str:
+    """Returns such as "all-gather f16 14.0, reduce-scatter f32 28.0"."""
+    return ", ".join(f"{name} {size / MIB:.1f}" for name, size in received.items() if size > LEAST)

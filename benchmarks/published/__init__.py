@@ -6,23 +6,8 @@ brings packages of its own. Every model is tiny and has random parameters: nothi
 
 import dataclasses
 import importlib
-import os
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
-
-__all__ = [
-    "REPOSITORIES",
-    "SOURCES",
-    "Generation",
-    "Model",
-    "Row",
-    "clone",
-    "find",
-    "rows_of",
-    "sources",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +33,6 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
-    """A model that generates a text, with its keys and values in caches, and its parameters.
-
-    Attributes:
-      generate: `(params, *inputs) -> tokens`, each row a prompt and what follows it.
-      score: `(params, tokens, *inputs) -> logits` of what follows the prompt, one token a turn,
-        with the same caches; the first axis is that of turns.
-      params: float32 leaves.
-      inputs: prompts, and what belongs to them.
-      prompt: how long they are.
-    """
-
-    generate: Callable[..., Any]
-    score: Callable[..., Any]
-    params: Any
-    inputs: tuple[Any, ...]
-    prompt: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """A published model.
 
@@ -76,15 +41,14 @@ class Row:
       title: as in the table.
       make: returns the model; where `by_hand`, it takes a dtype for the model's own option, and
         the parameters of other dtypes than float32 are not used.
-      by_hand: whether the model has an option that makes it compute in half; "cast" if it has none,
-        and its users cast parameters and inputs.
+      by_hand: whether the model has an option that makes it compute in half.
       adapter: `(apply, policy) -> apply` through an adapter of ours; None where none is for it.
     """
 
     name: str
     title: str
-    make: Callable[..., Model | Generation]
-    by_hand: bool | str = False
+    make: Callable[..., Model]
+    by_hand: bool = False
     adapter: Callable[[Callable[..., Any], str], Callable[..., Any]] | None = None
 
 
@@ -95,39 +59,8 @@ SOURCES = {
     "keras_models": ("Keras", ("keras",)),
     "graphs": ("Graph networks", ("jraph", "e3nn-jax", "dm-haiku")),
     "haiku_models": ("Haiku", ("dm-haiku",)),
-    "equations": ("Diffrax and Equinox", ("diffrax", "equinox")),
-    "probabilities": ("NumPyro and FlowJAX", ("numpyro", "flowjax")),
-    "bonsai_models": ("bonsai", ("flax",)),
-    "big_vision_models": ("big_vision", ("flax",)),
-    "maxtext_layers": ("MaxText", ("flax",)),
-    "brax_networks": ("brax", ("brax", "flax")),
-    "hugging_face_generation": ("Hugging Face transformers, generation", ("transformers", "flax")),
-    "bonsai_generation": ("bonsai, generation", ("flax",)),
+    "equations": ("Diffrax", ("diffrax", "equinox")),
 }
-
-# Sources that no registry has: the repository, and the commit at which it was read. They run where
-# a clone of it stands, see `clone`.
-REPOSITORIES = {
-    "bonsai_models": ("jax-ml/bonsai", "36284254cf73"),
-    "big_vision_models": ("google-research/big_vision", "0127fb6b337e"),
-    "maxtext_layers": ("AI-Hypercomputer/maxtext", "479dd99946c5"),
-    "bonsai_generation": ("jax-ml/bonsai", "36284254cf73"),
-}
-
-CLONES = os.environ.get("CLONES", pathlib.Path(__file__).parents[2] / "build" / "clones")
-
-
-def clone(source: str, folder: str = "") -> None:
-    """Lets a source import from the clone of its repository in `CLONES`.
-
-    Raises:
-      ImportError: there is no clone.
-    """
-    repository, commit = REPOSITORIES[source]
-    path = pathlib.Path(CLONES) / repository.rpartition("/")[2] / folder
-    if not path.is_dir():
-        raise ImportError(f"{source} needs a clone of {repository} at {commit} in {path}.")
-    sys.path.insert(0, str(path))
 
 
 def rows_of(source: str) -> tuple[Row, ...]:

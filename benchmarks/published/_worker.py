@@ -19,8 +19,7 @@ import numpy as np
 
 import jmp
 from benchmarks import published
-from benchmarks.published import Generation, Model, Row
-from benchmarks.published._generated import measured_generation
+from benchmarks.published import Model, Row
 from jmp.autocasting._operations import is_product
 from jmp.diagnostics import precision_report
 from jmp.diagnostics._walk import with_places
@@ -38,14 +37,11 @@ def by_autocast(row: Row, model: Model, half: str) -> Callable[..., Any]:
 
 
 def by_hand(row: Row, model: Model, half: str) -> Callable[..., Any]:
-    cast = row.by_hand == "cast"
-    other = model if cast else row.make(dtype=half)
+    other = row.make(dtype=half)
 
     def loss(params: Any, batch: Any) -> Any:
-        inputs = jmp.cast_floating((params, batch), half) if cast else (params, batch)
-        output = other.call(other.apply, *inputs)
         # As users of these options write it: the loss of half logits is computed in float32.
-        return other.score(jmp.cast_to_full(output), batch)
+        return other.score(jmp.cast_to_full(other.call(other.apply, params, batch)), batch)
 
     return loss
 
@@ -68,25 +64,11 @@ def measured(source: str, name: str) -> dict[str, Any]:
     """Returns what is written down for one model."""
     row = published.find(source, name)
     model = row.make()
-    if isinstance(model, Generation):
-        recipes = measured_generation(row, model, counted, QUICKLY)
-        for half in HALVES:
-            found = recipes[f"autocast {half}"]
-            if "error" not in found:
-                arguments = model.params, *model.inputs
-                found["reasons"] = reasons(model.generate, half, *arguments)
-        return written(row, source, model, recipes)
     reference, gradients = run(model.loss, SCALES["float32"], model)
     del reference["others"]  # all of them
     recipes = {"float32": reference}
     for recipe, (make, half) in recipes_of(row).items():
         recipes[recipe] = attempt(make, row, model, half, gradients)
-    return written(row, source, model, recipes)
-
-
-def written(
-    row: Row, source: str, model: Model | Generation, recipes: dict[str, Any]
-) -> dict[str, Any]:
     return {
         "title": row.title,
         "source": source,
@@ -194,15 +176,13 @@ def reasons(function: Callable[..., Any], half: str, *arguments: Any) -> list[di
 
 
 def short(source: str) -> str:
-    """Returns a file's place without that of the environment, or the clone, it is in."""
-    return source.rpartition("site-packages/")[2].removeprefix(f"{published.CLONES}/")
+    """Returns a file's place without that of the environment it is in."""
+    return source.rpartition("site-packages/")[2]
 
 
 def versions(source: str) -> dict[str, str]:
     packages = ("jax", "jaxlib", *published.SOURCES[source][1])
-    found = {package: importlib.metadata.version(package) for package in packages}
-    repository = published.REPOSITORIES.get(source)
-    return found | ({f"{repository[0]} at": repository[1]} if repository else {})
+    return {package: importlib.metadata.version(package) for package in packages}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Diffrax and Equinox: the networks of their documentation's examples."""
+"""Diffrax: the networks of its documentation's examples."""
 
 from typing import Any
 
@@ -105,54 +105,10 @@ def neural_cde() -> Model:
     return make(network, {"inputs": (times, coefficients), "targets": jnp.ones((8, 1))})
 
 
-class Recurrent(eqx.Module):
-    """Equinox's "Train RNN": a GRU in a scan."""
-
-    cell: eqx.nn.GRUCell
-    linear: eqx.nn.Linear
-
-    def __call__(self, inputs: Any) -> Any:
-        def step(carry: Any, x: Any) -> Any:
-            return self.cell(x, carry), None
-
-        hidden, _ = jax.lax.scan(step, jnp.zeros(self.cell.hidden_size), inputs)
-        return jax.nn.sigmoid(self.linear(hidden))
-
-
-def recurrent() -> Model:
-    network = Recurrent(eqx.nn.GRUCell(8, 32, key=KEY), eqx.nn.Linear(32, 1, key=KEY))
-    batch = {"inputs": (jax.random.normal(KEY, (8, 16, 8)),), "targets": jnp.ones((8, 1))}
-    return make(network, batch)
-
-
-class Attention(eqx.Module):
-    """A block of Equinox's layers, as its "BERT" puts them together."""
-
-    attention: eqx.nn.MultiheadAttention
-    norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
-    network: eqx.nn.MLP
-
-    def __call__(self, x: Any) -> Any:
-        x = jax.vmap(self.norms[0])(x + self.attention(x, x, x))
-        return jax.vmap(self.norms[1])(x + jax.vmap(self.network)(x))
-
-
-def attention() -> Model:
-    network = Attention(
-        eqx.nn.MultiheadAttention(4, 64, key=KEY),
-        (eqx.nn.LayerNorm(64), eqx.nn.LayerNorm(64)),
-        eqx.nn.MLP(64, 64, 128, 1, activation=jax.nn.gelu, key=KEY),
-    )
-    x = jax.random.normal(KEY, (4, 32, 64))
-    return make(network, {"inputs": (x,), "targets": jnp.roll(x, 1, axis=1)})
-
-
 ROWS = tuple(
     Row(name, title, make_model, adapter=equinox.autocast)
     for name, title, make_model in (
         ("diffrax-neural-ode", "Diffrax, neural ODE", neural_ode),
         ("diffrax-neural-cde", "Diffrax, neural CDE", neural_cde),
-        ("equinox-gru", "Equinox, GRU", recurrent),
-        ("equinox-attention", "Equinox, attention", attention),
     )
 )

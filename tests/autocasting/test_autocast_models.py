@@ -73,8 +73,8 @@ def computed(traced, model):
 
 
 # What differs with bfloat16 (numbers that float16 does not hold, masks) differs in these too; a
-# ResNet, a GPT-2 and other masks are in tests/autocasting/test_published_models.py.
-IN_BFLOAT16 = ("lstm", "mixture_of_experts")
+# GPT-2 and other masks are in tests/autocasting/test_published_models.py.
+IN_BFLOAT16 = ("lstm", "mixture_of_experts", "resnet")
 CASES = [(model, "float16") for model in MODELS]
 CASES += [(model, "bfloat16") for model in MODELS if model.name in IN_BFLOAT16]
 

@@ -484,14 +484,6 @@ def test_the_price_of_the_highest_precision_is_a_hazard():
         assert report(function).hazards == []  # the user knows
 
 
-def test_the_price_is_that_of_the_modelled_limit():
-    from benchmarks._roofline import PEAKS
-    from jmp.diagnostics import _rows
-
-    peaks = PEAKS["f32"], PEAKS["tf32"]
-    assert (_rows.FLOAT32_PEAK, _rows.TF32_PEAK) == peaks
-
-
 # Dtypes that autocast leaves.
 
 COMPLEX = "the user chose {}, which has no half type"

@@ -1,13 +1,13 @@
 """In a region that is float32 an H200 multiplies nothing in TF32, forward and backward."""
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import jmp
-from benchmarks._roofline import operations, unit
 from testbed.machines.hlo import kernels
 from tests.products import convolved
 
@@ -17,10 +17,23 @@ W, X, KERNEL, IMAGE = (
 )
 
 
+MULTIPLIES = re.compile(r'custom_call_target="__cu(blas|dnn)\$')
+EXACT = re.compile(r'operand_precision"?[=:]\s*[\[{]"?HIGHEST', re.IGNORECASE)
+
+
 def units(program):
-    """How many library calls multiply in each dtype; no product may stand elsewhere."""
+    """How many library calls multiply in each dtype; no product may stand elsewhere.
+
+    XLA multiplies float32 in TF32 unless the program asks for the highest precision.
+    """
     assert " dot(" not in program.text and " convolution(" not in program.text
-    return collections.Counter(unit(k) for k in kernels(program.text) if operations(k))
+    counts = collections.Counter()
+    for kernel in kernels(program.text):
+        attributes = kernel.instruction.attributes
+        if MULTIPLIES.search(attributes):
+            dtype = kernel.operands[0].partition("[")[0]
+            counts["tf32" if dtype == "f32" and not EXACT.search(attributes) else dtype] += 1
+    return counts
 
 
 @jax.custom_vjp

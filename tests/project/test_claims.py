@@ -7,6 +7,9 @@ import re
 import pytest
 
 from testbed import ROOT
+from testbed.mistakes import MISTAKES
+from tests.transforms.every_optimizer import TRANSFORMATIONS
+from tests.transforms.orders import REFUSED
 
 ROW = re.compile(r"^\| (\S+\.md) \| (.+) \| (`.+`) \|$", re.M)
 # Below the table the page says what was examined for silent failures: claims are about that too.
@@ -52,3 +55,14 @@ def test_a_claim_stands_on_its_page_and_its_evidence_exists(page, sentence, evid
     assert plain(sentence) in plain(text), f"{page} does not say: {plain(sentence)}"
     for each in re.findall(r"`([^`]+)`", evidence):
         assert why_missing(each) is None
+
+
+def test_the_examination_counts_what_the_tests_have():
+    """Its other figures are marked and come from files."""
+    page = " ".join((ROOT / "docs" / "claims.md").read_text().split())
+    for sentence in (
+        f"{len(TRANSFORMATIONS)} optimizers and transformations of optax",
+        f"{len(MISTAKES)} mistakes of users",
+        f"{sum(map(len, REFUSED))} orders of transformations",
+    ):
+        assert sentence in page

@@ -1,6 +1,5 @@
 """The examples run end to end at a tiny size, and refuse what makes no sense."""
 
-import ast
 import functools
 import json
 import os
@@ -10,27 +9,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from benchmarks import gallery
 from benchmarks.figures import example
 from jmp import transforms
 from jmp.adapters import nnx as mixed
 from testbed import ROOT
 from tests.commands import in_full
-from tests.project.running import GALLERY, TINY, completed, imported_example, refusal, run_alone
+from tests.project.running import GALLERY, TINY, completed, imported_example, refusal
 
 matplotlib.use("Agg")
 
-# Another file tests `grpo`.
-WRITING = [name for name in TINY if name != "grpo"]
 
-
-@pytest.mark.parametrize("name", in_full(WRITING, but=["log_metrics"]))
+@pytest.mark.parametrize("name", in_full(TINY.keys(), but=["log_metrics"]))
 def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path):
     printed = completed(name, *TINY[name], f"--output-dir={tmp_path}")
     assert "on cpu" in printed and "float16" in printed
@@ -38,7 +32,6 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
     assert report["device"] == "cpu"
     assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
     if name == "digits":
-        assert "mixed bfloat16, seed 1 of 2, step 1 of" in printed
         assert set(report["precisions"]) >= {"float32", "naive float16", "mixed float16"}
         half, naive = (report["precisions"][f"{kind} float16"] for kind in ("mixed", "naive"))
         assert len(half["test_accuracy"]) == 2
@@ -74,6 +67,12 @@ def test_an_example_writes_its_table_its_numbers_and_its_picture(name, tmp_path)
         for run in report["runs"].values():
             assert [len(losses) for losses in run["losses"]] == [3, 3]  # a curve a seed
         assert report["sizes"]["held_out"] > 1000
+    elif name == "grpo":
+        run = report["runs"]["float16"]
+        assert run["skipped_steps"] == run["applied_nonfinite"] == [0]
+        assert run["final_scales"] == [2.0**16]
+        assert len(run["reward_curves"][0]) == len(run["gap_curves"][0]) == 3
+        assert 0 < run["last_sample_sizes"][0] <= run["sample_sizes"][0] <= 1 + 1e-6
 
 
 def test_an_example_writes_where_git_looks_away_unless_it_is_told(tmp_path, monkeypatch):
@@ -85,11 +84,8 @@ def test_an_example_writes_where_git_looks_away_unless_it_is_told(tmp_path, monk
 
 @pytest.mark.full
 def test_the_quickstart_trains_alike_before_and_after():
-    finished = run_alone("quickstart")
-    assert finished.returncode == 0, finished.stderr
-    before, after = (float(part.split()[0]) for part in finished.stdout.split("loss ")[1:])
-    assert after == pytest.approx(before, rel=0.1)
-    assert len((ROOT / "examples" / "quickstart.py").read_text().splitlines()) < 60
+    before, after = re.findall(r"loss (\S+)", completed("quickstart"))
+    assert float(after) == pytest.approx(float(before), rel=0.1)
 
 
 @pytest.fixture
@@ -205,48 +201,10 @@ def test_a_mistake_is_refused(name):
     assert "expected a number above zero" in refusal(name, f"{option}=-1")
 
 
-def test_the_gallery_lists_every_example_and_how_long_it_takes():
-    examples = {path.stem for path in (ROOT / "examples").glob("[!_]*.py")}
-    assert {row.name for row in gallery.ROWS} == examples
-    measured = json.loads(gallery.FILE.read_text())["examples"]
-    assert set(measured) == {row.name for row in gallery.ROWS if row.is_run}
-    # So that a reader tries them.
-    assert all(measured[name]["processor_minutes"] < 3 for name in GALLERY)
-
-
-@pytest.mark.parametrize("name", GALLERY)
-def test_an_example_of_the_gallery_is_read_in_one_go(name):
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 150
-
-
-WITH_OPTIONS = sorted(
-    path.stem
-    for path in (ROOT / "examples").glob("[!_]*.py")
-    if "ArgumentParser(" in path.read_text() or "parse_options(" in path.read_text()
-)
-
-
-def options_with_defaults(path):
-    """Yields the options of a file that are added with a default."""
-    if path.stem in GALLERY:
-        options = (option.split("=")[0] for option in GALLERY[path.stem])
-        yield from (option for option in options if option.startswith("--"))
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and "default" in {word.arg for word in node.keywords}:
-            name = node.args[0] if node.args else None
-            if isinstance(name, ast.Constant) and str(name.value).startswith("--"):
-                yield name.value
-
-
-@pytest.mark.parametrize("name", WITH_OPTIONS)
-def test_the_help_of_an_example_says_the_default_of_each_option(name):
-    printed = completed(name, "--help")
-    parts = re.split(r"\n  (?=--)", printed[printed.index("\noptions:") :])
-    shown = {part.split()[0].strip(","): part for part in parts}
-    options = list(options_with_defaults(ROOT / "examples" / f"{name}.py"))
-    assert options
-    for option in options:
-        assert "default: " in shown[option], f"{option} of {name}.py"
+def test_the_page_lists_every_example():
+    examples = {path.name for path in (ROOT / "examples").glob("[!_]*.py")}
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert set(re.findall(r"^\|.*\(\.\./examples/(\w+\.py)\)", page, re.M)) == examples
 
 
 def test_a_paired_difference_has_students_interval():
@@ -259,69 +217,3 @@ def test_a_paired_difference_has_students_interval():
     assert found["equivalent"]
     assert not paired(reference + [0.0, 1.0, 2.0], reference, margin=3.4)["equivalent"]
     assert not paired([1.0], [1.0], margin=1.0)["equivalent"]  # one seed tells nothing
-
-
-def memory_bars(*peaks):
-    """Returns the axes and the totals in MB of bars for as many reports as there are peaks."""
-    parts = {"parameters": 2e6, "gradients": 2e6, "optimizer": 0.0}
-    runs = {}
-    for number, peak in enumerate(peaks):
-        sizes = {**parts, "copies of parameters": 5e5 * number, "activations": 3e6}
-        total = sum(sizes.values())
-        runs[f"run {number}"] = {"parts": sizes, "total_bytes": total, "xla_peak_bytes": peak}
-    _, axes = plt.subplots()
-    example("memory").plot_bars(axes, runs)
-    plt.close("all")
-    return axes, [run["total_bytes"] / 1e6 for run in runs.values()]
-
-
-def words_of(axes):
-    return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def test_bars_of_memory_are_stacked_to_the_total_and_xlas_peak_is_marked():
-    axes, totals = memory_bars(None, None)
-    widths = np.array([[bar.get_width() for bar in bars] for bars in axes.containers])
-    np.testing.assert_allclose(widths.sum(0), totals)
-    assert axes.yaxis_inverted()  # the first at the top
-    assert "optimizer" not in words_of(axes)
-    assert not axes.lines  # these were not compiled
-
-    axes, _ = memory_bars(None, 3_000_000)
-    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0]]
-    assert "XLA's peak, no optimizer" in words_of(axes)
-    assert sum("3.00 peak" in text.get_text() for text in axes.texts) == 1
-
-
-def range_row(role, dtype, lowest, counts, zeros=0):
-    special = {"zeros": zeros, "infinities": 0, "nans": 0}
-    return {"role": role, "dtype": dtype, "lowest": lowest, "counts": counts, **special}
-
-
-def test_a_picture_of_ranges_adds_up_the_rows_that_count_and_hides_no_line():
-    gradient = range_row("gradient", "float32", -150, [2, 0, 1], zeros=1)
-    halves = [range_row("activation gradient", "float16", -20, [1, 1], zeros=2)] * 2
-    full = range_row("activation gradient", "float32", 100, [9])  # it loses nothing
-    first, second = [gradient, full], [gradient, *halves, full]
-    ranges = {"one": {"rows": first}, "two": {"rows": second}}
-    figure = example("inspect_ranges").plot({"programs": ranges})
-    one, two = figure.axes
-    # Shared axes show the numbers of both, and float16's limits.
-    assert one.get_xlim() == two.get_xlim()
-    assert one.get_xlim()[0] < -150 and one.get_xlim()[1] > 100
-    line, other = (patch.get_data() for patch in two.patches[-2:])
-    assert list(line.edges) == [-150, -149, -148, -147]
-    assert list(line.values) == [0.5, 0, 0.25]
-    assert list(other.edges) == [-20, -19, -18] and list(other.values) == [0.25, 0.25]
-    lost = ["gradients, float32: 25 % zero", "activation gradients, float16: 50 % zero"]
-    assert words_of(two) == lost
-    shaded = sorted(two.texts, key=lambda text: text.get_position())
-    assert [text.get_text().strip() for text in shaded] == [
-        "zero", "subnormal", "normal in float16", "infinite",
-    ]  # fmt: skip
-    figure.canvas.draw()
-    # The legend is above the axes, and dots of zeros are beside each other: nothing hides a line.
-    assert two.get_legend().get_window_extent().y0 > two.get_window_extent().y1
-    dots = [line.get_xdata()[0] for line in two.lines]
-    assert len(dots) == len(set(dots)) == 2
-    plt.close("all")

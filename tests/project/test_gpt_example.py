@@ -1,21 +1,16 @@
 """The GPT example, end to end on a small text, and in pieces if a mistake would not show there."""
 
-import dataclasses
 import functools
 import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jmp import diagnostics, transforms
+from jmp import transforms
 from testbed.example_data import write_text
-from testbed.machines.wire import wire
 from tests.project.running import assert_saved_alike, completed, imported_example, refusal, saved
 
 pytestmark = pytest.mark.full
@@ -60,7 +55,7 @@ def test_it_writes_its_table_its_sample_its_numbers_and_its_picture(finished):
     assert [step for step, _ in history["validation"]] == [3, 6]
     sizes = report["text_bytes"]
     assert sizes["validation"] == pytest.approx(0.1 * sum(sizes.values()), abs=1)
-    assert (folder / "gpt.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (folder / "gpt.svg").read_text()
 
 
 def test_a_resumed_training_ends_bit_by_bit_where_an_uninterrupted_one_ends(
@@ -91,43 +86,29 @@ def test_resuming_another_training_is_refused_before_anything_is_written(finishe
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-THREE = ("--processes=3", "--coordinator=localhost:9876")
+THREE = "--processes=3"
 MISTAKES = [
-    (["--width=16", "--heads=3"], ["does not divide --width 16; expected one of 1, 2, 4, 8, 16"]),
-    (["--data-dir={tmp}/none"], ["{tmp}/none is no folder"]),
-    (["--data-dir={tmp}"], ["{tmp} holds no files *.txt", "--pattern"]),
-    (
-        ["--length=2000"],
-        ["35574 or more for one batch of 16 x 2001 bytes", "a smaller --batch-size or --length"],
-    ),
-    (["--prompt="], ["--prompt is empty"]),
-    (
-        ["--masters=split"],
-        ["expected --precision bfloat16 or float8, or for float16 --masters full"],
-    ),
-    (["--masters=full", "--precision=float32"], ["expected a --precision other than float32"]),
-    (["--accumulate=0"], ["expected a number above zero"]),
-    (
-        ["--batch-size=12", "--devices=8"],
-        ["12 for 8 devices; expected a multiple of 8", "--batch-size 16, or fewer --devices"],
-    ),
-    (["--devices=9"], ["process 0 has 8; expected as many or fewer"]),
-    ([*THREE, "--process-id=3"], ["expected one of 0 to 2"]),
-    ([*THREE], ["but no --process-id; expected such as --processes 3"]),
-    (["--processes=3", "--process-id=1"], ["but no --coordinator", "--coordinator localhost:9876"]),
-    (["--process-id=1"], ["but no --processes"]),
-    (
-        [*THREE, "--process-id=1", "--coordinator=9876"],
-        ["Got --coordinator 9876; expected the address of process 0 as HOST:PORT"],
-    ),
+    (["--width=16", "--heads=3"], "does not divide --width 16; expected one of 1, 2, 4, 8, 16"),
+    (["--data-dir={tmp}/none"], "{tmp}/none is no folder"),
+    (["--data-dir={tmp}"], "{tmp} holds no files *.txt"),
+    (["--length=2000"], "35574 or more for one batch of 16 x 2001 bytes"),
+    (["--prompt="], "--prompt is empty"),
+    (["--masters=split"], "expected --precision bfloat16 or float8, or for float16 --masters full"),
+    (["--masters=full", "--precision=float32"], "expected a --precision other than float32"),
+    (["--batch-size=12", "--devices=8"], "--batch-size 16, or fewer --devices"),
+    (["--devices=9"], "process 0 has 8; expected as many or fewer"),
+    (["--process-id=1"], "expected all three, such as --processes 2"),
+    ([THREE, "--process-id=1"], "expected all three, such as --processes 3"),
+    ([THREE, "--process-id=3", "--coordinator=localhost:9876"], "expected an id from 0 to 2"),
+    ([THREE, "--process-id=1", "--coordinator=9876"], "as HOST:PORT"),
 ]
 
 
-@pytest.mark.parametrize(("options", "sentences"), MISTAKES, ids=lambda words: " ".join(words)[:60])
-def test_a_mistake_is_told_with_a_way_out(text, tmp_path, options, sentences):
+@pytest.mark.parametrize(("options", "words"), MISTAKES, ids=lambda words: " ".join(words)[:60])
+def test_a_mistake_is_told_with_a_way_out(text, tmp_path, options, words):
     options = [option.format(tmp=tmp_path) for option in options]
     message = refusal("gpt", *text, f"--output-dir={tmp_path / 'out'}", *options)
-    assert all(sentence.format(tmp=tmp_path) in message for sentence in sentences)
+    assert words.format(tmp=tmp_path) in message
     assert not (tmp_path / "out").exists()
 
 
@@ -191,41 +172,6 @@ def test_half_parameters_train_as_float32_ones_do(programs, masters, precision):
     assert losses == pytest.approx(losses_of(exact, load, steps=6), rel=1e-2)
 
 
-def test_two_micro_batches_train_as_one_of_both(programs):
-    options = ("--accumulate=1", "--batch-size=8", "--precision=float32")
-    in_two = losses_of(*programs("--precision=float32"), steps=6)
-    assert losses_of(*programs(*options), steps=6) == pytest.approx(in_two, rel=1e-4)
-
-
-def test_every_product_forward_and_backward_is_half(programs):
-    made, load = programs()
-    state = made.create()
-    diagnostics.assert_products_in(made.train, jnp.float16)(state, load(0))
-
-
-def test_in_float8_are_the_products_of_blocks_if_they_are_large_and_else_none(gpt):
-    def share(*options):
-        arguments = gpt.argument_parser().parse_args([*TINY, "--precision=float8", *options])
-        made = gpt.make_programs(arguments, gpt.start_devices(arguments))
-        return made.report().float8_flops_share
-
-    assert share() == 0
-    # In units of the width squared: 12 of the block, 1 / 2 of attention and 1 of the head.
-    assert share("--width=256", "--length=64", "--batch-size=64") == 12 / 13.5
-
-
-def test_a_step_with_an_overflow_is_skipped_and_halves_the_scale_once(programs):
-    made, load = programs()
-    state = made.create()
-    scale = dataclasses.replace(state.opt_state.loss_scale, loss_scale=jnp.float32(2.0**120))
-    state = state._replace(opt_state=state.opt_state._replace(loss_scale=scale))
-    before = jax.tree.map(np.array, state.params)
-    state, measured = made.train(state, load(0))
-    assert measured["skipped"] == 1 and measured["loss_scale"] == 2.0**119
-    assert np.isfinite(measured["loss"])
-    jax.tree.map(np.testing.assert_array_equal, state.params, before)
-
-
 EIGHT = ("--devices=8", "--batch-size=8", "--precision=float32")
 
 
@@ -246,22 +192,6 @@ def test_fsdp_keeps_an_eighth_of_each_matrix_and_of_its_moments_on_a_device(prog
     assert kernel.shape == (16, 64) and kernel.addressable_shards[0].data.shape == (16, 8)
 
 
-def test_under_fsdp_weights_travel_and_activations_stay(gpt):
-    options = ["--fsdp", "--precision=float32", "--layers=1", "--width=264", "--heads=8"]
-    arguments = gpt.argument_parser().parse_args([*options, "--length=64", "--batch-size=64"])
-    mesh = gpt.start_devices(arguments)
-    made = gpt.make_programs(arguments, mesh)
-    shapes = jax.eval_shape(made.create)
-    placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-    state = jax.tree.map(placed, shapes, made.places)
-    batch = jax.ShapeDtypeStruct((64, 65), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-    sent = wire(made.train.lower(state, batch).compile().as_text())
-    assert not [array for array in sent if array.kind == "all-to-all"]
-    # On a CPU: gathered once, and all-reduced. Were activations to travel, it would be 15.
-    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(shapes.params))
-    assert sum(array.bytes for array in sent) < 3 * weights
-
-
 def test_a_checkpoint_of_eight_devices_goes_on_on_four_and_on_one(programs, text, tmp_path):
     options = [*ACCUMULATING, *text, *EIGHT, "--validate-every=9", f"--output-dir={tmp_path}"]
 
@@ -273,23 +203,6 @@ def test_a_checkpoint_of_eight_devices_goes_on_on_four_and_on_one(programs, text
     ):
         completed("gpt", *options, f"--stop-after={step}", *more)
         assert saved(tmp_path, step)[1]["loss"] == pytest.approx(expected[:step], rel=1e-5)
-
-
-def test_only_kernels_decay(gpt, programs):
-    arguments = gpt.argument_parser().parse_args([*TINY, "--weight-decay=1000"])
-    optimizer = gpt.make_optimizer(arguments)
-    shapes = jax.eval_shape(programs()[0].create).params
-
-    @jax.jit
-    def decay():
-        params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optimizer.update(zeros, optimizer.init(params), params)[0]
-
-    for path, update in jax.tree_util.tree_leaves_with_path(decay()):
-        decays = path[-1].key == "kernel"
-        assert decays == (update.ndim == 2 and path[0].key == "blocks")
-        assert np.all(update < 0) if decays else np.all(update == 0), path
 
 
 @pytest.mark.parametrize("prompt", [b"a", b"one that is longer than the window"])

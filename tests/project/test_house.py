@@ -1,6 +1,7 @@
 """The house: layers, no cycles, the front door, a light import, files one reads whole."""
 
 import ast
+import collections
 import graphlib
 import pathlib
 import subprocess
@@ -9,7 +10,6 @@ import sys
 import pytest
 
 import jmp
-from jmp.autocasting import all_rules
 from tests import quick
 
 PACKAGE = pathlib.Path(jmp.__file__).parent
@@ -122,10 +122,6 @@ def test_a_file_can_be_read_whole(path):
     assert lines_of_code(path) <= 350
 
 
-def test_there_are_few_files():
-    assert len(FILES) <= 124
-
-
 # Functions that are defined in several modules, under one name, for a reason: what an adapter does
 # in its framework has the name of that act, which is public.
 ACTS_OF_ADAPTERS = {
@@ -137,42 +133,16 @@ ACTS_OF_ADAPTERS = {
 }
 
 
-TYPE_VARIABLES = {"TypeVar", "ParamSpec"}  # `T` is any type everywhere
-
-
-def names_defined(module):
-    """Yields the classes, functions, constants and names of types at the top of a module."""
-    for node in module.body:
-        match node:
-            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield node.name
-            case ast.Assign(value=ast.Call(func=ast.Name(made))) if made in TYPE_VARIABLES:
-                pass
-            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
-                if name != "__all__":
-                    yield name
-
-
-# Constants that are one thing in each of several modules, and a name that is public in two.
-OF_EACH_MODULE = {
-    "CALLER": "the public function that is named in the errors of a module",
-    "COLUMNS": "the columns of a report's table",
-    "Rule": "a row of the op table, and a pair of a path and a policy that a user gives",
-    "SHOWN": "how many rows or lines of a report are printed",
-    "_ORDER": "how the arguments of an adapter's step follow one another",
-}
-
-
-def test_no_name_is_defined_in_two_modules():
-    """Private names count too: each word has one meaning."""
-    defined = {}
+def test_no_class_or_function_is_defined_in_two_modules():
+    """Private ones count too: each word has one meaning."""
+    defined = collections.defaultdict(set)
     for path in FILES:
-        for name in names_defined(ast.parse(path.read_text())):
-            defined.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
-    homonyms = {name: sorted(places) for name, places in defined.items() if len(places) > 1}
-    assert set(homonyms) == ACTS_OF_ADAPTERS.keys() | OF_EACH_MODULE.keys()
-    for name in ACTS_OF_ADAPTERS:
-        places = homonyms[name]  # an act that only one module has left needs no row
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                defined[node.name].add(str(path.relative_to(PACKAGE)))
+    homonyms = {name: places for name, places in defined.items() if len(places) > 1}
+    assert set(homonyms) == ACTS_OF_ADAPTERS.keys()
+    for name, places in homonyms.items():
         outside = [place for place in places if not place.startswith("adapters/")]
         assert len(outside) <= 1, f"{name} is defined in {outside}"
 
@@ -278,45 +248,6 @@ def test_a_message_holds_no_representation_but_a_description(path):
         for node in ast.walk(message):
             if isinstance(node, ast.FormattedValue):
                 assert node.conversion == -1, f"{path}:{node.lineno} prints a representation"
-
-
-PLANNER = [path for path in FILES if part_of(path) == "autocasting"]
-
-
-@of_each_file(PLANNER)
-def test_nothing_is_written_on_a_value_or_a_node_after_its_graph_is_made(path):
-    makes_graphs = path.name in ("_flatten.py", "_products.py")
-    if makes_graphs or path.name == "_autocast.py":  # the cache of plans
-        return
-    for function in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        if function.name in ("__init__", "__post_init__"):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                # Objects other than values and nodes may write on themselves.
-                is_own = path.name != "_graph.py" and ast.unparse(node.value) == "self"
-                is_allowed = is_own or node.attr == "__name__"
-                assert is_allowed, f"{path}:{node.lineno} writes .{node.attr}"
-
-
-@of_each_file([path for path in FILES if part_of(path) in ("autocasting", "diagnostics")])
-def test_sets_of_primitives_come_from_the_op_table(path):
-    if path.name == "_registry.py":
-        return
-    known = all_rules()
-    tree = ast.parse(path.read_text())
-    slots = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__slots__"
-    ]  # some are named as primitives
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Set | ast.Tuple | ast.List) and node not in slots:
-            names = [item.value for item in node.elts if isinstance(item, ast.Constant)]
-            listed = [name for name in names if isinstance(name, str) and name in known]
-            assert len(listed) < 2, f"{path}:{node.lineno} lists {listed}: give them a trait"
 
 
 def test_each_file_of_the_package_has_a_list_of_quick_tests():

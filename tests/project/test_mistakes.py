@@ -33,11 +33,6 @@ def test_a_mistake_is_refused_with_the_way_out_and_changes_nothing(row):
     assert contents() == before
 
 
-def test_there_are_many_and_none_stands_twice():
-    assert len(MISTAKES) >= 150
-    assert len({row.code for row in MISTAKES}) == len(MISTAKES)
-
-
 def test_a_new_row_of_the_page_needs_its_line_of_code_alone():
     row = MISTAKES[0]
     table = "\n### Policies\n\n| the mistake | the error | the message |\n|---|---|---|\n"

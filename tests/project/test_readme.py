@@ -67,12 +67,6 @@ def test_the_lines_of_the_first_page_are_the_new_ones_of_the_programs_on_the_nex
         assert new[name] | new_below[name] <= diff <= lines[name], name
 
 
-def test_the_readme_fits_three_screens():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert len(text) <= 6500
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_links_only_to_what_exists(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

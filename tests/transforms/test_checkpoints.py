@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import pickle
 
 import jax
@@ -14,9 +13,9 @@ from flax import serialization
 from flax.training import dynamic_scale, train_state
 
 import jmp
-from benchmarks import migrations
 from jmp import transforms
 from jmp.adapters import linen
+from testbed import migrations
 from tests.bits import bits
 from tests.commands import in_full
 
@@ -40,13 +39,10 @@ bGljeZSTlCmBlH2UKIwLcGFyYW1fZHR5cGWUjAlqYXgubnVtcHmUjAdmbG9hdDMylJOUjA1jb21wdXRl
 jAdmbG9hdDE2lJOUjAxvdXRwdXRfZHR5cGWUaEx1YnUu
 """
 
-RESULTS = json.loads(migrations.RESULTS.read_text())
 
-
-def test_every_migration_has_its_results_on_the_page():
-    assert list(RESULTS) == [row.name for row in migrations.MIGRATIONS]
+def test_every_migration_of_the_page_is_run():
     titles = {row.title[0].upper() + row.title[1:] for row in migrations.MIGRATIONS}
-    assert titles <= migrations.LINES.keys()
+    assert titles == migrations.LINES.keys()
 
 
 # Orbax waits for the disk; what it was given it gives back, so one of each structure is enough.
@@ -75,8 +71,7 @@ BY_ORBAX = {
 )
 def test_a_migrated_training_is_what_the_page_says(row, way):
     found = migrations.compared(row, way)
-    assert found == RESULTS[row.name][way]
-    assert found.pop("largest_difference") == 0 and all(found.values())
+    assert [what for what, is_equal in found.items() if not is_equal] == []
 
 
 def test_flaxs_scale_read_as_ours_grows_and_backs_off_at_the_same_steps():

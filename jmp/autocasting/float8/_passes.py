@@ -129,7 +129,7 @@ def move_in_float8(
 # Which products are float8.
 
 WHY_FLOAT8 = "a parameter's product on the way to another: its operands are rounded to float8"
-# Counted by benchmarks/float8_convolutions.py; the figures stand in docs/float8.md.
+# The section on convolutions in docs/float8.md has the reasons.
 WHY_CONVOLUTION = (
     "a convolution: in float8 it moves more bytes, and XLA computes the gradient of its kernel in "
     "bfloat16"

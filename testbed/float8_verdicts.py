@@ -1,18 +1,11 @@
-"""Runs random programs in float8: where bfloat16 is right, float8 is near, and nothing is NaN.
+"""What random programs in float8 say: where bfloat16 is right, float8 is near, and nothing is NaN.
 
 The programs are those of `testbed/float8_programs.py`, some of them on two devices. Gradients of
-the whole tree are compared with those of float32. Arrays are small, and small products count as
-large.
+the whole tree are compared with those of float32. Arrays are small: small products
+must count as large.
 """
 
-import argparse
-import collections
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -22,14 +15,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 import jmp
-from benchmarks.processes import ROOT
 from jmp.autocasting.float8 import _arithmetic
 from testbed.float8_programs import program
 from testbed.relative_errors import numbers, relative_error
-from testbed.small_products import small_is_float8
 
 Array = Any
 
@@ -44,47 +34,6 @@ BEYOND = "enlarges roundings"
 WAYS = ("whole", "jit inside", "two devices, checked", "whole", "jit inside", "two devices")
 POLICIES = (*["mixed_float8"] * 4, "mixed_float8,r=f32")
 FLOAT8 = (*["weights"] * 6, "all")
-AT_ONCE = 100  # programs of one process: what they compiled is not given back
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first program")
-
-
-def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    for start in range(arguments.first, arguments.first + arguments.programs, AT_ONCE):
-        end = min(start + AT_ONCE, arguments.first + arguments.programs)
-        rows += _in_a_process(start, end)
-        counts = collections.Counter(row["verdict"] for row in rows)
-        console.print(f"{len(rows)} programs: {dict(counts)}")
-    faults = [row for row in rows if row["verdict"] not in ("near", BEYOND)]
-    return {
-        "passed": not faults,
-        "first": arguments.first,
-        "programs": len(rows),
-        "float8_products": sum(row.get("float8_products", 0) for row in rows),
-        "bounded_products": sum(row.get("bounded_products", 0) for row in rows),
-        "verdicts": dict(collections.Counter(row["verdict"] for row in rows)),
-        "faults": faults,
-    }
-
-
-def _in_a_process(start: int, end: int) -> list[dict[str, Any]]:
-    flags = "--xla_force_host_platform_device_count=2"
-    if version("jaxlib").startswith("0.10."):  # as in conftest.py: what is compiled runs once
-        flags += " --xla_cpu_use_fusion_emitters=false"
-    environment = dict(
-        os.environ,
-        JAX_PLATFORMS="cpu",
-        XLA_FLAGS=f"{flags} --xla_cpu_parallel_codegen_split_count=1",
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-    )
-    of_these = f"from benchmarks.soak import float8_programs as f; f.main({start}, {end})"
-    command = [sys.executable, "-c", of_these]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE)
-    return json.loads(ended.stdout)
 
 
 def on_devices(loss: Callable[..., Array], check_vma: bool, gathers: bool) -> Callable[..., Any]:
@@ -165,14 +114,3 @@ def verdict(bfloat16: float, float8: float, rounded: float) -> str:
         return "not finite"
     is_far = bfloat16 < RIGHT and float8 > max(ROUNDOFFS * bfloat16, NEARLY * rounded)
     return "far" if is_far else BEYOND
-
-
-def main(first: int, end: int) -> None:
-    rows = []
-    for number in range(first, end):
-        try:
-            with small_is_float8(), jax.numpy_rank_promotion("allow"):
-                rows.append(compare(number))
-        except Exception as error:  # a finding: the others run on
-            rows.append({"number": number, "verdict": "raised", "why": repr(error)[:300]})
-    print(json.dumps(rows))

@@ -1,1 +1,0 @@
-"""Programs that were written from the pages alone, as a new user would."""
