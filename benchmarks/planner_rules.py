@@ -36,9 +36,10 @@ import numpy as np
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting import _carries, _planner, _reasons
+from jmp.autocasting import _level, _planner
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic
+from jmp.autocasting.kinds import loops
 from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
 from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
@@ -76,24 +77,24 @@ def _all_values(graph: Any, _: Any) -> set[Any]:
     return set(filter(is_inexact, {*graph.inputs, *graph.outputs, *values}))
 
 
-def _neutral_values_decide(value: Any, node: Any, inside: Any, storage: Any) -> str:
+def _neutral_values_decide(value: Any, node: Any, inside: Any, level: Any) -> str:
     is_open = value.is_float32 and value.producer not in inside and value.constant is None
-    if is_open and value not in storage.facts.dependent:
+    if is_open and value not in level.facts.dependent:
         return "a float32 operand"
-    return WHY_OPERAND(value, node, inside, storage)
+    return WHY_OPERAND(value, node, inside, level)
 
 
 def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
-WHY_OPERAND = _reasons._why_operand
+WHY_OPERAND = _level._why_operand
 ISLAND = _planner.Island
 READ_HALF = _planner.Planner._read_half
 
 
 def _only_streams(_: Any, __: Any, ___: Any, streams: Sequence[bool]) -> Any:
-    return _carries.InHalf(list(streams), [False] * len(streams))
+    return loops.InHalf(list(streams), [False] * len(streams))
 
 
 def _without_derivatives() -> Any:
@@ -120,14 +121,14 @@ RULES = [
     Rule("half between islands", {"_islands.half_between": lambda *_: set()}),
     Rule("numbers are repeated inside", {"_islands.repeated_numbers": lambda _: []}),
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
-    Rule("weights are summed after turns", {"kinds.scan.probed": lambda *_: None}),
+    Rule("weights are summed after turns", {"kinds.loops.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
-    Rule("islands leave half", {"_storage.Storage.leaves_half": lambda *_: False}),
+    Rule("islands leave half", {"_level.Level.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),
     Rule("what is carried is not rounded", {"_facts.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_facts._is_embedding": lambda *_: False}),
     Rule("coordinates are no embeddings", {"_facts._is_coordinate": lambda *_: False}),
-    Rule("neutral values do not decide", {"_reasons._why_operand": _neutral_values_decide}),
+    Rule("neutral values do not decide", {"_level._why_operand": _neutral_values_decide}),
     Rule(
         "repeated in float32, then rounded",
         {
@@ -135,18 +136,16 @@ RULES = [
             "_planner._half_arithmetic": lambda _: Arithmetic.HALF,
         },
     ),
-    Rule("masks saturate", {"_storage.Storage.may_be_mask": lambda *_: False}),
-    Rule("constants are looked at", {"_reasons.fits": lambda *_: True}),
-    Rule("one minus a bounded value", {"_reasons._cancels": lambda _: False}),
+    Rule("masks saturate", {"_level.Level.may_be_mask": lambda *_: False}),
+    Rule("constants are looked at", {"_level.fits": lambda *_: True}),
+    Rule("one minus a bounded value", {"_level._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
-    Rule("counts are exact", {"_flatten.why_exact": lambda *_: ""}),
-    Rule("angles are exact", {"_flatten.reads_inputs": lambda _: False}),
-    Rule("streams are carried in half", {"kinds.scan.LAYERS": 0}),
+    Rule("counts are exact", {"_flatten._products.why_exact": lambda *_: ""}),
+    Rule("angles are exact", {"_flatten._products.reads_inputs": lambda _: False}),
+    Rule("streams are carried in half", {"kinds.loops.LAYERS": 0}),
     Rule(
         "states of products are carried in half",
-        dict.fromkeys(
-            ("kinds.scan.carried_in_half", "kinds.while_loop.carried_in_half"), _only_streams
-        ),
+        {"kinds.loops.carried_in_half": _only_streams},
     ),
     Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),

@@ -83,7 +83,7 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
 
 def holds_functions(equation: core.JaxprEqn) -> bool:
     """Returns whether a jaxpr is among an equation's parameters."""
-    return any(True for _ in inner_jaxprs(equation))
+    return next(inner_jaxprs(equation), None) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,9 +314,13 @@ def with_weak_type(value: Any, weak_type: bool) -> Any:
     """Returns `value` with a weak or a strong type, which no public function of JAX says."""
     if getattr(jax.typeof(value), "weak_type", False) == weak_type:
         return value
-    return jax.lax.convert_element_type_p.bind(
-        value, new_dtype=value.dtype, weak_type=weak_type, sharding=None
-    )
+    return convert(value, value.dtype, weak_type)
+
+
+def convert(array: Any, dtype: Any, weak_type: bool = False) -> Any:
+    """Casts an array as `jax.lax.convert_element_type` does, without its checks."""
+    params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
+    return jax.lax.convert_element_type_p.bind(array, **params)
 
 
 def scope_names(stack: Any) -> list[str]:

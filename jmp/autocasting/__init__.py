@@ -6,14 +6,15 @@ The way of a program, and the files that it comes through:
     `_request`, `_precision`;
   - `_autocast` traces the function at its nominal (float32) types;
   - `_flatten` makes a dataflow graph (`_graph`) of the jaxpr, and of the functions inside, with
-    what is known of each value's numbers (`_numbers`) and the rule of each equation (`_equations`,
+    what is known of each value's numbers and the rule of each equation (`_equations`,
     `_products`); `_propagation` follows what is known through jaxprs;
   - `_facts` finds the facts of the graph, by pure functions, `_magnitudes` how large values are;
-  - `_planner` decides every dtype and makes steps (`_steps`), with the help of `_reasons`,
-    `_islands` and `_sending`; what nests is planned by its kind (`_kinds`, `kinds/`) as a level;
+  - `_planner` decides every dtype on a level (`_level`) and makes steps (`_steps`), with the help
+    of `_islands` and `_sending`; what nests is planned by its kind (`_kinds`, `kinds/`), as a level
+    of its own;
   - passes (`_passes`) change steps: `targets/` has a tuple of them for each kind of hardware, some
     of which are those of `attention/` and `float8/`;
-  - `_emit` runs the steps and decides nothing, with `_casts`, `_lowerings` and `_weight_sums`;
+  - `_emit` runs the steps and decides nothing, with `_lowerings` and `_weight_sums`;
     `_operations` reads the steps, for reports.
 """
 

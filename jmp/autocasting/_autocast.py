@@ -28,16 +28,13 @@ from jmp._messages import (
     way_out,
     wrong,
 )
-from jmp.autocasting._casts import cast_all
 from jmp.autocasting._emit import run_plan
-from jmp.autocasting._facts import Destination, Info
-from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._numbers import ValueProvenance
+from jmp.autocasting._lowerings import cast_all
 from jmp.autocasting._operations import WARNINGS
-from jmp.autocasting._planner import Planner
+from jmp.autocasting._planner import plan_program
 from jmp.autocasting._propagation import walk
 from jmp.autocasting._request import AUTOCAST, FULL_PRECISION, Request, Settings
-from jmp.autocasting._steps import Context, Plan
+from jmp.autocasting._steps import Plan
 from jmp.dtypes import FLOAT32
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule, UnusedRuleWarning
@@ -353,15 +350,17 @@ class Program:
             closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
         if jaxpr not in self._plans:
-            plan = self._plan(jaxpr, constants, self._in_half(held))
+            plan = plan_program(closed, self._in_half(held), Request(self.settings))
             self._warn(plan, jaxpr)
             emit = functools.partial(_run_marked, plan)
             self._plans[jaxpr] = plan, emit, jax.jit(emit)
         plan, emit, run = self._plans[jaxpr]
 
         def emit_until(last_pass: str) -> Callable[..., list[Any]]:
-            again = self._plan(jaxpr, constants, self._in_half(held), last_pass)
-            return functools.partial(_run_marked, again)
+            request = Request(self.settings, last_pass)
+            return functools.partial(
+                _run_marked, plan_program(closed, self._in_half(held), request)
+            )
 
         return Traced(closed, plan, emit, emit_until, run, constants, arrays, result)
 
@@ -375,25 +374,6 @@ class Program:
             bound = inspect.signature(self.fun).bind_partial(*args, **kwargs).arguments
             named = set(jax.tree.leaves([bound.get(name) for name in self.apply_to]))
         return [i in named for i, leaf in enumerate(held.leaves) if leaf is None]
-
-    def _plan(
-        self,
-        jaxpr: Any,
-        constants: Sequence[Any],
-        in_half: Sequence[bool],
-        last_pass: str | None = None,
-    ) -> Plan:
-        request = Request(self.settings, last_pass)
-        graph = graph_of(
-            jaxpr, constants, [ValueProvenance.INPUTS] * len(jaxpr.invars), None, request
-        )
-        infos = [Info(value.dtype, True) for value in graph.inputs]
-        first = len(infos) - len(in_half)
-        for position, half in enumerate(in_half):
-            if half and graph.inputs[first + position].is_float32:
-                infos[first + position] = Info(self.settings.compute_dtype, False)
-        nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
-        return Planner(graph, infos, nowhere, Context(request)).plan_level()
 
     def _warn(self, plan: Plan, jaxpr: Any) -> None:
         plan.request.policy_rules.warn_unused()

@@ -17,10 +17,9 @@ import numpy as np
 from jax import lax
 
 from jmp import _jax_compat
-from jmp.autocasting._casts import cast, cast_all, repeated, saturated
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._kinds import kind_of
-from jmp.autocasting._lowerings import as_it_is, jvp
+from jmp.autocasting._lowerings import as_it_is, cast, cast_all, jvp, repeated, saturated
 from jmp.autocasting._steps import (
     Environment,
     Function,

@@ -60,11 +60,16 @@ def rule_of(equation: JaxprEqn, settings: Settings) -> Rule:
             why = "an explicit cast is kept as the user wrote it"
             return dataclasses.replace(rule, category=Category.AS_WRITTEN, reason=why)
     if rule.sums_backward and _repeats_nothing(equation, rule):
-        return dataclasses.replace(rule, sums_backward=False, reason="moves data")
+        return _without_sum(rule)
     in_half = rule.category in IN_HALF and not rule.sums_backward
     if in_half and _jax_compat.holds_functions(equation):
         return Rule(Category.AS_WRITTEN, "holds a function, which has its dtypes")
     return rule
+
+
+@functools.cache  # a layer has several such equations
+def _without_sum(rule: Rule) -> Rule:
+    return dataclasses.replace(rule, sums_backward=False, reason="moves data")
 
 
 def _repeats_nothing(equation: JaxprEqn, rule: Rule) -> bool:
@@ -86,26 +91,32 @@ def is_inner_product(equation: JaxprEqn) -> bool:
     )
 
 
-def contains_products(equation: JaxprEqn, settings: Settings) -> bool:
-    """Returns whether a product that may be lowered stands inside an equation."""
+def contains_products(equations: Iterable[JaxprEqn], settings: Settings) -> bool:
+    """Returns whether a product that may be lowered is among equations."""
     return any(
-        settings.rule_for(name := inner.primitive.name).category is Category.LOW
-        and rule_of(inner, settings).category is Category.LOW
-        and (name in settings.overrides or not contracts_nothing(inner))
-        for inner in inner_equations(equation)
+        settings.rule_for(name := equation.primitive.name).category is Category.LOW
+        and rule_of(equation, settings).category is Category.LOW
+        and (name in settings.overrides or not contracts_nothing(equation))
+        for equation in equations
     )
 
 
-def is_marker(equation: JaxprEqn) -> bool:
+def is_marker(equation: JaxprEqn, inner: Iterable[JaxprEqn]) -> bool:
     """Returns whether an equation stays where nothing reads its results.
 
     It has effects, or is or holds a primitive of others, by which they find their place in a
     program: JAX leaves out nothing that was traced. A primitive of the op table counts only if its
     result is read.
+
+    Args:
+      inner: the equations inside it.
     """
-    every = (equation, *inner_equations(equation))
-    names = {inner.primitive.name for inner in every}
-    return bool(equation.effects) or any(is_foreign(n) and not has_kind(n) for n in names)
+    return bool(equation.effects) or any(map(_is_of_others, (equation, *inner)))
+
+
+def _is_of_others(equation: JaxprEqn) -> bool:
+    name = equation.primitive.name
+    return is_foreign(name) and not has_kind(name)
 
 
 def draws_bits(equation: JaxprEqn) -> bool:
@@ -119,36 +130,28 @@ def draws_bits(equation: JaxprEqn) -> bool:
 
 def plain_form(equation: JaxprEqn, settings: Settings) -> Jaxpr | None:
     """Returns an equation in other primitives; None for one that stays as it is."""
-    if equation.primitive.name in settings.overrides:
+    name = equation.primitive.name
+    form: Callable[..., Any] | None = None
+    if name in settings.overrides:
         return None
-    form: Callable[..., Any]
-    types = tuple(atom.aval for atom in equation.invars)
-    if (joined := _joined_constants(equation)) and contains_products(equation, settings):
-        form = functools.partial(_scan_after, joined, equation)
-        return _placed(jax.make_jaxpr(form)(*types).jaxpr, equation)
-    if contracts_nothing(equation):
-        form = _multiplication
-    elif multiplies_mask(equation):
-        form = _product_of_float32
-    elif _sums_own_axes(equation):
+    if name == "dot_general":
+        if contracts_nothing(equation):
+            form = _multiplication
+        elif multiplies_mask(equation):
+            form = _product_of_float32
+    elif name in _jax_compat.PSUMS and _sums_own_axes(equation):
         form = _plain_sum
-    else:
+    elif name == "scan" and (joined := _joined_constants(equation)):
+        if contains_products(inner_equations(equation), settings):
+            form = functools.partial(_scan_after, joined, equation)
+    if form is None:
         return None
-    return _placed(_traced(form, types, tuple(equation.params.items())), equation)
-
-
-def _placed(traced: Any, equation: JaxprEqn) -> Jaxpr:
-    """Returns a jaxpr on the line, in the scopes and on the mesh of an equation."""
+    traced: Any = jax.make_jaxpr(functools.partial(form, equation.params))
+    jaxpr = traced(*(atom.aval for atom in equation.invars)).jaxpr
+    # On the line, in the scopes and on the mesh of the equation.
     place = {"source_info": equation.source_info, "ctx": equation.ctx}
-    jaxpr: Jaxpr = traced.replace(eqns=[inner.replace(**place) for inner in traced.eqns])
-    return jaxpr
-
-
-@functools.lru_cache(maxsize=256)
-def _traced(
-    form: Callable[..., Any], types: Sequence[Any], params: Sequence[tuple[str, Any]]
-) -> Any:
-    return jax.make_jaxpr(functools.partial(form, dict(params)))(*types).jaxpr
+    plain: Jaxpr = jaxpr.replace(eqns=[inner.replace(**place) for inner in jaxpr.eqns])
+    return plain
 
 
 def contracts_nothing(equation: JaxprEqn) -> bool:
@@ -177,8 +180,7 @@ def _sums_own_axes(equation: JaxprEqn) -> bool:
     """Returns whether a psum is over axes of its array, and over no devices."""
     params = equation.params
     return (
-        equation.primitive.name in _jax_compat.PSUMS
-        and len(equation.invars) == 1
+        len(equation.invars) == 1
         and all(isinstance(axis, int) for axis in params.get("axes", ()))
         and params.get("axis_index_groups") is None
     )
@@ -248,9 +250,11 @@ def _arranges(equation: JaxprEqn) -> bool:
     return is_float32 and (rule.hands_on or rule.rearranges) and not does_more
 
 
-def _scan_after(joined: Iterable[JaxprEqn], equation: JaxprEqn, *operands: Any) -> Any:
+def _scan_after(
+    joined: Iterable[JaxprEqn], equation: JaxprEqn, params: Params, *operands: Any
+) -> Any:
     """Returns the results of a scan; `joined` equations of its body stand before it."""
-    scan = _jax_compat.Scan.of(equation.params)
+    scan = _jax_compat.Scan.of(params)
     body, held = _jax_compat.open_jaxpr(scan.body)
     constants, _, _ = scan.split(operands)
     known = _run(joined, dict(zip(body.invars, constants, strict=False)))

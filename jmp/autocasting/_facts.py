@@ -29,7 +29,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jmp.autocasting._graph import (
-    Carry,
     Graph,
     Inside,
     Node,
@@ -38,7 +37,6 @@ from jmp.autocasting._graph import (
     reached,
     source_through,
     upstream,
-    value_of,
 )
 from jmp.autocasting._magnitudes import Magnitude
 from jmp.autocasting._precision import HOLD_RULES, why_not_lowered
@@ -84,7 +82,9 @@ class Facts(NamedTuple):
         maximum of a softmax before a product: there it may be a mask over the keys of a batch of
         one. An array of one axis is a bias everywhere.
         """
-        return value.is_vector or (value.is_row and value not in self.compared)
+        axes = len(value.source) - value.source.count(1)
+        is_row = axes <= 1 and not value.is_extreme and value not in self.compared
+        return value.is_vector or is_row
 
 
 def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]) -> Facts:
@@ -94,14 +94,18 @@ def facts_of(graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination]
     carried = carried_values(graph, [value for value, where in goes if where.carried])
     embeddings, dependent = find_dependent(graph, infos, feeds - carried)
     cuts = find_cuts(graph, dependent, embeddings)
-    depths = find_depths(graph, dependent, embeddings | cuts)
-    # An output may reach a maximum outside.
-    compared = compared_values(graph, graph.outputs)
     kept = {value for value, where in goes if not where.rounded}
-    others = read_otherwise_values(graph, kept)
-    softmaxes = softmaxes_of(graph.nodes)
     return Facts(
-        feeds, carried, dependent, embeddings, cuts, depths, compared, others, kept, softmaxes
+        feeds,
+        carried,
+        dependent,
+        embeddings,
+        cuts,
+        depths=find_depths(graph, dependent, embeddings | cuts),
+        compared=compared_values(graph, graph.outputs),  # an output may reach a maximum outside
+        read_otherwise=read_otherwise_values(graph, kept),
+        kept=kept,
+        softmaxes=softmaxes_of(graph.nodes),
     )
 
 
@@ -123,32 +127,34 @@ def reaching(
       stops: the nodes that nothing is followed through.
     """
     found = set(outputs)
-    made_of: dict[Value, list[Value]] = collections.defaultdict(list)
+    # The sources of a value on another level, or in the turn before.
+    across: dict[Value, list[Value]] = collections.defaultdict(list)
 
     def enter(graph: Graph) -> None:
         for node in graph.nodes:
             if starts(node):
                 found.update(node.inexact)
-            elif stops(node):
-                continue
-            elif node.insides:
+            elif node.insides and not stops(node):
                 for inside in node.insides:
-                    enter_inside(inside)
-            else:
-                made_of.update(dict.fromkeys(node.outputs, node.inexact))
+                    link(inside.crossings())
+                    link(inside.turns())
+                    enter(inside.graph)
 
-    def enter_inside(inside: Inside) -> None:
-        for result, own in zip(inside.results, inside.graph.outputs, strict=False):
-            made_of[result].append(own)
-        for argument, own in zip(inside.arguments, inside.inputs, strict=True):
-            if own.is_inexact:
-                made_of[own].append(value_of(argument))
-                if isinstance(argument, Carry) and inside.results:  # the body's, not a condition's
-                    made_of[own].append(inside.graph.outputs[argument.number])
-        enter(inside.graph)
+    def link(pairs: Iterable[tuple[Value, Value]]) -> None:
+        for value, source in pairs:
+            across[value].append(source)
 
-    enter_inside(level) if isinstance(level, Inside) else enter(level)
-    return set(reached(found, lambda value: made_of.get(value, ())))
+    def made_of(value: Value) -> Sequence[Value]:
+        node = value.producer
+        if node is None or node.insides:
+            return across.get(value, ())
+        return () if stops(node) else node.inexact
+
+    if isinstance(level, Inside):
+        link(level.turns())
+        level = level.graph
+    enter(level)
+    return set(reached(found, made_of))
 
 
 def holds_product(node: Node) -> bool:
@@ -180,8 +186,9 @@ def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 
 def _takes_maximum(node: Node) -> bool:
-    inside = node.equations if node.holds_functions else ()
-    return node.name == "reduce_max" or any(e.primitive.name == "reduce_max" for e in inside)
+    if node.name == "reduce_max":
+        return True
+    return node.holds_functions and any(e.primitive.name == "reduce_max" for e in node.equations)
 
 
 def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:

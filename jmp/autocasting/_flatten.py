@@ -5,7 +5,7 @@ through the many small ones of `jax.numpy`; dead code is left behind. Whatever r
 (loops, branches, remat, custom derivatives) is one node each and a level of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -13,22 +13,16 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
+from jmp.autocasting import _products
 from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
 from jmp.autocasting._precision import in_regions, with_older_forms
-from jmp.autocasting._products import (
-    WHY_ANGLE,
-    products_that_wrap,
-    provenance_of_results,
-    reads_inputs,
-    scaled_before,
-    why_exact,
-)
+from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
-from jmp.autocasting._request import Request
+from jmp.autocasting._request import Request, Settings
 from jmp.dtypes import FLOAT32
 
 # An input, as far as it is known: an argument of the function, or what it is made of.
@@ -54,15 +48,21 @@ def graph_of(
       request: see `Request`.
     """
     graph = _level_of(jaxpr, constants, operands, holder, request)
-    wrapping = products_that_wrap(graph)
+    for node in _angles(graph, request.settings):
+        node.rule = Rule(Category.FULL, _products.WHY_ANGLE)
+        node.is_product = node.has_products = False
     for node in graph.all_nodes():
-        node.is_wrapped = node in wrapping
-        if node.is_wrapped and reads_inputs(node) and node.name not in request.settings.overrides:
-            node.rule, node.has_products = Rule(Category.FULL, WHY_ANGLE), False
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
         if not node.goes_inside:
             node.params = in_regions(node, request)
     return graph
+
+
+def _angles(graph: Graph, settings: Settings) -> Set[Node]:
+    """Returns the products of inputs, on all levels, whose results are angles."""
+    products = (n for n in graph.all_nodes() if n.is_product and n.name not in settings.overrides)
+    found = set(filter(_products.reads_inputs, products))
+    return found & _products.products_that_wrap(graph) if found else found
 
 
 def _level_of(
@@ -91,7 +91,7 @@ def _level_of(
             node.insides = tuple(_insides(node, request))
     own = () if holder is None else constants
     graph = Graph(inputs, nodes, outputs, own)
-    return scaled_before(graph) if half == np.float16 else graph
+    return _products.scaled_before(graph) if half == np.float16 else graph
 
 
 def _insides(node: Node, request: Request) -> Iterator[Inside]:
@@ -122,12 +122,12 @@ class _Flattening:
         values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         half = self._request.settings.compute_dtype
 
-        def read(atom: Any) -> Value:
+        def read(atoms: Sequence[Any]) -> list[Value]:
             # A literal has no identity of its own.
-            return _literal(atom) if isinstance(atom, Literal) else values[atom]
+            return [_literal(x) if isinstance(x, Literal) else values[x] for x in atoms]
 
         for equation in jaxpr.eqns:
-            operands = [read(atom) for atom in equation.invars]
+            operands = read(equation.invars)
             stack = outer + equation.source_info.name_stack
             if _jax_compat.is_plain_call(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
@@ -138,7 +138,7 @@ class _Flattening:
             else:
                 results = list(self._add(equation, operands, stack, around).outputs)
             values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     def _add(
         self,
@@ -147,25 +147,38 @@ class _Flattening:
         stack: Any,
         around: tuple[JaxprEqn, ...],
     ) -> Node:
-        settings, scope = self._request.settings, self._scope + stack
+        settings = self._request.settings
+        scope = self._scope + stack if self._scope.stack else stack
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
-            if why := why_exact(equation, operands):
+            if why := _products.why_exact(equation, operands):
                 rule = Rule(Category.FULL, why)
         elif rule.sums_backward and equation.primitive.name == "gather":
             if looks_up_once(equation, operands):
                 equation = equation.replace(params={**equation.params, "unique_indices": True})
                 rule = rule_of(equation, settings)
-        known = _known_result(equation, rule, operands, settings.compute_dtype)
-        known = known._replace(provenance=provenance_of_results(equation, rule, operands))
-        place, stays = len(self.nodes), is_marker(equation)
-        read = tuple(operands)
-        node = Node(equation, read, known, stack, scope, around, rule, region, place, stays)
+        holds = _jax_compat.holds_functions(equation)
+        inner = tuple(inner_equations(equation)) if holds else None
+        provenance = _products.provenance_of_results(equation, inner, rule, operands)
+        known = _known_result(equation, rule, operands, settings.compute_dtype, provenance)
+        node = Node(
+            equation,
+            tuple(operands),
+            known,
+            stack,
+            scope,
+            around,
+            rule,
+            region,
+            index=len(self.nodes),
+            inner=inner,
+            is_marker=is_marker(equation, inner or ()),
+        )
         node.is_in_full = settings.overrides.get(node.name) is Category.FULL
         is_whole = node.region.in_float32 or node.is_fusible or node.rule.category is Category.FULL
         if not is_whole and has_kind(node.name) and not kind_of(node.name).runs_as_written:
             node.goes_inside = True
-        inner_products = node.goes_inside and contains_products(equation, settings)
+        inner_products = node.goes_inside and contains_products(inner or (), settings)
         node.has_products = node.is_product or inner_products
         self.nodes.append(node)
         return node
@@ -193,28 +206,34 @@ def _literal(atom: Any) -> Value:
 
 
 def _known_result(
-    equation: JaxprEqn, rule: Rule, operands: Sequence[Value], half: np.dtype
+    equation: JaxprEqn,
+    rule: Rule,
+    operands: Sequence[Value],
+    half: np.dtype,
+    provenance: ValueProvenance,
 ) -> Known:
     """Follows constants, booleans and sources through the operations that only move them."""
+    nothing_more = Known(provenance=provenance)
     if len(equation.outvars) != 1 or not operands:
-        return NOTHING
+        return nothing_more
     first, name = operands[0], equation.primitive.name
     if rule.moves:
-        keeps_source = rule.reshapes or rule.repeats
-        return first.known._replace(source=first.source if keeps_source else None, array=None)
+        source = first.source if rule.reshapes or rule.repeats else None
+        return first.known._replace(source=source, array=None, provenance=provenance)
     if name == "neg":
         constant = None if first.constant is None else -first.constant
-        return Known(constant, is_extreme=first.is_extreme)
+        return Known(constant, is_extreme=first.is_extreme, provenance=provenance)
     if dtype_of(equation.outvars[0]) != FLOAT32:
-        return NOTHING
+        return nothing_more
     if name == "convert_element_type":
         is_number = first.literal is not None and np.ndim(first.literal) == 0
         constant = float(first.literal) if is_number else first.constant
         fits_half = first.fits_half or first.dtype == np.bool_
-        return Known(constant, fits_half, first.is_extreme, first.source)
+        return Known(constant, fits_half, first.is_extreme, first.source, provenance=provenance)
     if rule.keeps_range:
-        return Known(is_extreme=any(value.exceeds(half) for value in operands))
-    return NOTHING
+        is_extreme = any(value.exceeds(half) for value in operands)
+        return Known(is_extreme=is_extreme, provenance=provenance)
+    return nothing_more
 
 
 def _alive(nodes: list[Node], outputs: list[Value]) -> list[Node]:

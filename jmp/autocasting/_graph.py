@@ -6,14 +6,12 @@ records of their own.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp import _jax_compat
 from jmp._jax_compat import Params
 from jmp.autocasting._numbers import (
     NOTHING,
@@ -25,7 +23,6 @@ from jmp.autocasting._numbers import (
     shape_of,
     size_of,
 )
-from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule, is_low
 from jmp.autocasting._request import Region
 from jmp.dtypes import FLOAT32
@@ -45,21 +42,22 @@ class Value:
     users: list["Node"] = dataclasses.field(default_factory=list)  # that read it, once each
 
     def __post_init__(self) -> None:
-        self.dtype = dtype_of(self)
+        self.dtype, shape = dtype_of(self), shape_of(self)
         self.is_inexact = is_inexact(self)
-        self.is_float32 = self.dtype == FLOAT32  # as traced; `Storage` says what it is stored in
-        self.provenance = self.known.provenance.of(self)
+        self.is_float32 = self.dtype == FLOAT32  # as traced; `Level` says what it is stored in
+        made_of = self.known.provenance  # as if it were floating
+        self.provenance = made_of if self.is_inexact else min(made_of, ValueProvenance.INTEGERS)
         # The value of the outermost level that comes in here; the value itself if it is no input.
         self.origin: Value = self if self.outside is None else self.outside.origin
         self.constant, self.fits_half, self.is_extreme, source, *_ = self.known
-        shape = shape_of(self)
         self.source = shape if source is None else source  # the shape of what it repeats
         self.size = size_of(shape)  # how many elements it has
-        self.source_size = min(self.size, size_of(self.source))
-        # It repeats an array of one axis at most, such as a bias. A mask has more.
-        self.is_vector = len(self.source) <= 1 and not self.is_extreme
-        # Of one axis but for axes of length one: a bias of shape (1, 16), or a mask over the keys.
-        self.is_row = len(self.source) - self.source.count(1) <= 1 and not self.is_extreme
+        self.source_size = self.size if source is None else min(self.size, size_of(source))
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it repeats an array of one axis at most, such as a bias. A mask has more."""
+        return len(self.source) <= 1 and not self.is_extreme
 
     @property
     def varies(self) -> bool:
@@ -105,6 +103,26 @@ class Inside(NamedTuple):
         """The inputs that the arguments come in as."""
         return self.graph.inputs[len(self.graph.constants) :]
 
+    @property
+    def carries(self) -> dict[int, Value]:
+        """The inputs that are carries of a loop, by their numbers, in order."""
+        pairs = zip(self.arguments, self.inputs, strict=True)
+        return {argument.number: own for argument, own in pairs if isinstance(argument, Carry)}
+
+    def turns(self) -> Iterator[tuple[Value, Value]]:
+        """Yields the floating carries of a loop's body, and what each is after a turn."""
+        if self.results:  # else it is a condition
+            for number, own in self.carries.items():
+                if own.is_inexact:
+                    yield own, self.graph.outputs[number]
+
+    def crossings(self) -> Iterator[tuple[Value, Value]]:
+        """Yields results of the node and floating inputs, and what each is on the other level."""
+        yield from zip(self.results, self.graph.outputs, strict=False)
+        for argument, own in zip(self.arguments, self.inputs, strict=True):
+            if own.is_inexact:
+                yield own, value_of(argument)
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Node:
@@ -119,28 +137,27 @@ class Node:
     rule: Rule  # what the op table says, as the equation's parameters change it
     region: Region  # what the user said of its scope
     index: int  # its place in the program
+    inner: Sequence[JaxprEqn] | None  # the equations, at any depth, of functions that it holds
     is_marker: bool  # it stays where nothing reads its results; see `_equations`
     # A barrier that is planned as a level of its own; so are fusible nodes that have a kind.
     goes_inside: bool = False
     # A product that autocast may lower, or a node that is planned inside and holds one.
     has_products: bool = False
     is_in_full: bool = False  # the user named its primitive in `full=`
-    is_wrapped: bool = False  # a product whose result reaches a function that wraps, such as sin
     insides: tuple["Inside", ...] = ()  # its functions, if it has a kind, planned or not
 
     def __post_init__(self, known: Known) -> None:
+        # Its operands without indices, masks and sizes, which carry no precision.
+        self.inexact = [value for value in self.inputs if value.is_inexact]
         self.name: str = self.equation.primitive.name
         self.params: Params = self.equation.params  # what it is bound with, where it is as written
-        self.outputs = tuple(Value(v.aval, self, known) for v in self.equation.outvars)
-        self.holds_functions = _jax_compat.holds_functions(self.equation)
+        self.outputs = tuple([Value(v.aval, self, known) for v in self.equation.outvars])
+        self.holds_functions = self.inner is not None
         self.multiplies = is_low(self.equation)  # whether it is a product, in whatever dtype
+        # Whether autocast may lower it.
+        self.is_product = self.rule.category is Category.LOW and not self.region.in_float32
         # It may stand in an island.
         self.is_fusible = self.rule.fusible and not self.region.is_decided
-
-    @property
-    def inexact(self) -> list[Value]:
-        """Its operands without indices, masks and sizes, which carry no precision."""
-        return [value for value in self.inputs if value.is_inexact]
 
     @property
     def reads_float32(self) -> bool:
@@ -151,15 +168,10 @@ class Node:
             return self.is_in_full
         return self.rule.category in (Category.FULL, Category.AS_WRITTEN)
 
-    @functools.cached_property
+    @property
     def equations(self) -> Sequence[JaxprEqn]:
         """Its equation, and those inside it where no level stands for them."""
-        return [self.equation, *(() if self.insides else inner_equations(self.equation))]
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a product that autocast may lower."""
-        return self.rule.category is Category.LOW and not self.region.in_float32
+        return (self.equation, *(() if self.insides else self.inner or ()))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -190,9 +202,10 @@ def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Itera
     while stack:
         current = stack.pop()
         yield current
-        new = {*following(current)} - seen
-        seen |= new
-        stack += new
+        for each in following(current):
+            if each not in seen:
+                seen.add(each)
+                stack.append(each)
 
 
 def upstream(*values: Value) -> Iterator[Value]:

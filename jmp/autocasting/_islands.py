@@ -19,11 +19,10 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
+from jmp.autocasting._level import LARGE_INPUT, Level
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._reasons import LARGE_INPUT
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Fused, Island, S, Step
-from jmp.autocasting._storage import Storage
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
@@ -104,7 +103,7 @@ def entering(nodes: Sequence[Node]) -> list[Value]:
 
 
 def half_between(
-    nodes: Sequence[Node], why: Mapping[Node, str], storage: Storage, asked: str
+    nodes: Sequence[Node], why: Mapping[Node, str], level: Level, asked: str
 ) -> set[Node]:
     """Returns the large nodes of a component that are better computed by themselves, in half.
 
@@ -124,7 +123,7 @@ def half_between(
     Args:
       nodes: of the component, in program order.
       why: reasons of those that require float32.
-      storage: what is decided of values from outside.
+      level: what is decided of values from outside.
       asked: what the user said of recomputing; only if that depends on sizes, small nodes are left
         out.
     """
@@ -136,24 +135,24 @@ def half_between(
         if value.producer in found:
             return True
         if value.producer in inside:
-            return is_whole and not storage.is_out_of_range(value, value.users)
-        is_input = value not in storage.facts.dependent and value.varies
-        return not value.is_float32 or storage.is_half(value) or (is_input and is_whole)
+            return is_whole and not level.is_out_of_range(value, value.users)
+        is_input = value not in level.facts.dependent and value.varies
+        return not value.is_float32 or level.is_half(value) or (is_input and is_whole)
 
     def is_stream(node: Node) -> bool:
-        depths = storage.facts.depths
+        depths = level.facts.depths
         earlier = (u for v in node.inputs for u in v.users if depths.get(u, 0) < depths[node])
         return node.rule.linear and any(user in depths for user in earlier)
 
     def crosses(result: Value) -> bool:
         others = [user for user in result.users if user not in inside]
-        return len(others) < len(result.users) and not storage.is_multiplied(result, others)
+        return len(others) < len(result.users) and not level.is_multiplied(result, others)
 
     for node in nodes:
         if len(node.outputs) != 1:
             continue
         (result,) = node.outputs
-        if result.size < least or not storage.leaves_half(result, inside):
+        if result.size < least or not level.leaves_half(result, inside):
             continue
         is_half = node.rule.affine and why.get(node) in (None, LARGE_INPUT)
         is_half = is_half and (is_stream(node) or crosses(result))
@@ -198,7 +197,7 @@ class Cone(NamedTuple):
     entering: frozenset[Value]
 
 
-def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node]]:
+def peel(nodes: Sequence[Node], level: Level) -> tuple[list[Node], list[Node]]:
     """Splits linear nodes off the entry of an island where no more values enter the rest then.
 
     A residual addition in front of a LayerNorm: two half values enter before, their sum after; and
@@ -208,18 +207,18 @@ def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node
 
     Args:
       nodes: of the island, in program order.
-      storage: what is decided of values from outside.
+      level: what is decided of values from outside.
 
     Returns: the nodes in front, to run in half, and the rest.
     """
     inside = set(nodes)
     # An addend of an attention's scores may be a mask over the keys.
-    feeds = any(not storage.facts.feeds.isdisjoint(node.outputs) for node in nodes)
+    feeds = any(not level.facts.feeds.isdisjoint(node.outputs) for node in nodes)
     takes_biases = not (_is_softmax(nodes) and feeds)
     cones: dict[Node, Cone | None] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
-        cones[node] = cone = _linear_cone(node, cones, storage, takes_biases)
+        cones[node] = cone = _linear_cone(node, cones, level, takes_biases)
         if cone is None:
             continue
         ends_here = [
@@ -233,7 +232,7 @@ def peel(nodes: Sequence[Node], storage: Storage) -> tuple[list[Node], list[Node
 
 
 def _linear_cone(
-    node: Node, cones: Mapping[Node, Cone | None], storage: Storage, takes_biases: bool
+    node: Node, cones: Mapping[Node, Cone | None], level: Level, takes_biases: bool
 ) -> Cone | None:
     """Returns the cone of a node of an island, given those of the nodes before; None for none."""
     rule, result = node.rule, node.outputs[0]
@@ -251,14 +250,14 @@ def _linear_cone(
             nodes |= cone.nodes
             # A part of a value counts as a value by itself: the gates of an LSTM.
             entering |= {value} if producer.rule.selects else cone.entering
-        elif value not in storage.facts.dependent:
+        elif value not in level.facts.dependent:
             # A bias may go along. A mask, a row that no gradient flows into, such as a target of a
             # loss, or an input as large as the result may not.
             if not (value.varies and value.is_vector and takes_biases):
                 return None
             if value.source_size >= result.size:
                 return None
-        elif storage.is_half(value):
+        elif level.is_half(value):
             entering.add(value)
         else:
             return None
@@ -307,7 +306,7 @@ def _key_of(island: Island) -> Hashable:
         return (
             equation.primitive,
             tuple(sorted(node.params.items())),
-            str(node.stack[island.common_scopes :]),
+            node.stack.stack[island.common_scopes :],
             (equation.source_info.traceback, equation.ctx),
             tuple(map(name, node.inputs)),
             tuple(map(name, node.outputs)),

@@ -14,107 +14,21 @@ kind says nothing, the equation calls one function once, with all the operands.
     programs with it too.
 """
 
-import functools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp._messages import described
-from jmp.autocasting._facts import Destination, Info, exposed_values, facts_of
-from jmp.autocasting._graph import Argument, Graph, Node, Value, value_of
-from jmp.autocasting._magnitudes import hull
+from jmp.autocasting._graph import Argument, Node, Value, value_of
+from jmp.autocasting._level import Level
 from jmp.autocasting._registry import Rule, primitive_name
 from jmp.autocasting._request import Settings
-from jmp.autocasting._steps import Context, Function, Nested, Plan, Read, Unplanned
-from jmp.autocasting._storage import Storage
+from jmp.autocasting._steps import Context, Function, Nested
 
 Arrays = Sequence[Any]
 InnerCall = tuple[Sequence[Argument], Sequence[Value]]  # arguments, and results of the node
-
-
-class Level:
-    """A level that is planned: what kinds, and the passes over its steps, may ask of it.
-
-    The planner is one; kinds need not import it, which imports them.
-
-    Args:
-      graph: the level, as flattened.
-      infos: what comes in, input by input.
-      outputs: where each output goes.
-      context: see `Context`.
-    """
-
-    def __init__(
-        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
-    ) -> None:
-        self.graph = graph
-        self.context = context
-        self.half = context.request.settings.compute_dtype
-        self.outputs = outputs
-        self.facts = facts_of(graph, infos, outputs)
-        self.storage = Storage(self.facts, self.half)
-        self.storage.store(graph.inputs, (info.dtype for info in infos))
-        self.storage.bound(graph.inputs, (info.magnitude for info in infos))
-
-    def plan_level(self) -> Plan:
-        """Returns the plan."""
-        raise NotImplementedError
-
-    @functools.cached_property
-    def exposed(self) -> Set[Value]:
-        """The values that more than half products read; see `_carries`."""
-        pairs = zip(self.graph.outputs, self.outputs, strict=True)
-        return exposed_values(self.graph, [v for v, where in pairs if where.exposed], self.half)
-
-    def plan_graph(
-        self, graph: Graph, infos: Sequence[Info], outputs: Sequence[Destination], context: Context
-    ) -> Plan:
-        """Plans a function inside.
-
-        Args:
-          infos: of its arguments.
-          outputs: where its results go.
-          context: what holds inside.
-        """
-        own = [Info(value.dtype, True) for value in graph.inputs[: len(graph.constants)]]
-        return type(self)(graph, [*own, *infos], outputs, context).plan_level()
-
-    def destinations(self, node: Node) -> list[Destination]:
-        """Returns where the results of a node that is planned inside go."""
-        return [
-            Destination(
-                feeds=value in self.facts.feeds,
-                carried=value in self.facts.carried,
-                rounded=self.storage.is_multiplied(value, value.users),
-                exposed=value in self.exposed,
-            )
-            for value in node.outputs
-        ]
-
-    def nested(
-        self,
-        node: Node,
-        insides: Sequence[Plan | Unplanned],
-        stores: Sequence[np.dtype | None],
-        reads: Sequence[np.dtype | None] | None = None,
-    ) -> Nested:
-        """Returns the step of an equation that is planned inside.
-
-        Args:
-          insides: what stands for its functions.
-          stores: the dtypes of its results.
-          reads: the dtypes that its operands go in with; left out, those that they are stored in.
-        """
-        dtypes = map(self.storage.dtype, node.inputs) if reads is None else reads
-        self.storage.store(node.outputs, stores)
-        plans = [plan for plan in insides if isinstance(plan, Plan)]
-        for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
-            if found := [info.magnitude for info in infos if info.magnitude is not None]:
-                self.storage.bound([value], [hull(found)])
-        return Nested(node, tuple(insides), tuple(map(Read, node.inputs, dtypes)), tuple(stores))
 
 
 class Kind:
@@ -143,7 +57,7 @@ class Kind:
         goes, context = level.destinations(node), self.context_inside(node, level)
         plans = []
         for inside in node.insides:
-            infos = [level.storage.info(value_of(argument)) for argument in inside.arguments]
+            infos = [level.info(value_of(argument)) for argument in inside.arguments]
             plans.append(level.plan_graph(inside.graph, infos, goes, context))
         stored = zip(*(plan.stores for plan in plans), strict=True)
         stores = [

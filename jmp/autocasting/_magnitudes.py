@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
-from jmp.autocasting._numbers import UNKNOWN, dtype_of, has_symbols, length_of, shape_of
+from jmp.autocasting._numbers import UNKNOWN, has_symbols, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
 SMALLEST_HALF = float(jnp.finfo(np.float16).smallest_normal)
@@ -92,7 +92,7 @@ LOWEST, HIGHEST = Magnitude(-math.inf, -math.inf), Magnitude(math.inf, math.inf)
 
 def magnitude_of_source(value: Value) -> Magnitude:
     """Returns the magnitude of a value of which no more is known than its dtype or its number."""
-    dtype, number = dtype_of(value), value.constant
+    dtype, number = value.dtype, value.constant
     if number is None and isinstance(value.literal, (bool, int, np.integer)):
         number = float(value.literal)
     if number is not None:
@@ -107,7 +107,7 @@ def magnitude_of_source(value: Value) -> Magnitude:
 
 def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
     """Returns the magnitudes of a node's results, given those of its operands."""
-    if inside := _of_results_inside(node, operands):
+    if node.insides and (inside := _of_results_inside(node, operands)):
         return inside
     found = _of_result(node, operands) if node.outputs else None
     if found is None:
@@ -121,8 +121,8 @@ def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Mag
 
 def _of_dtype(found: Magnitude, value: Value) -> Magnitude:
     """Returns a magnitude as far as the dtype of a value keeps it: integers wrap and truncate."""
-    dtype = dtype_of(value)
-    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
+    dtype = value.dtype
+    if value.is_float32 or dtype is None or jnp.issubdtype(dtype, jnp.floating):
         is_known = not math.isnan(found.low + found.high)
         return found if is_known else found._replace(low=-math.inf, high=math.inf)
     limits = magnitude_of_source(value)

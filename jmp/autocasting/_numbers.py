@@ -35,10 +35,6 @@ class ValueProvenance(enum.IntEnum):
     INPUTS = 4  # floating inputs, other arrays that the program closes over, random numbers
     PRODUCTS = 5  # results of products, or something unknown
 
-    def of(self, value: Any) -> "ValueProvenance":
-        """Returns this for a floating or complex value; for any other INTEGERS at most."""
-        return self if is_inexact(value) else min(self, ValueProvenance.INTEGERS)
-
 
 class Known(NamedTuple):
     """A value's numbers, as far as they are known."""
@@ -69,6 +65,7 @@ def length_of(dimension: Any) -> int:
     return dimension if isinstance(dimension, int) else UNKNOWN
 
 
+@functools.lru_cache(1024)  # it is asked for every value
 def size_of(shape: Shape) -> int:
     """Returns the number of elements; dimensions that are symbols count as `UNKNOWN`."""
     return math.prod([n if isinstance(n, int) else UNKNOWN for n in shape])
@@ -115,6 +112,7 @@ def _is_inexact(dtype: np.dtype | None) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+@functools.lru_cache  # programs repeat their constants
 def fits(constant: float, half: np.dtype) -> bool:
     """Returns whether a half type holds a constant: finite if it was, and not flushed to zero."""
     if constant == 0 or not np.isfinite(constant):

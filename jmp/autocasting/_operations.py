@@ -22,7 +22,7 @@ from jmp.autocasting._products import WHY_EXACT
 from jmp.autocasting._propagation import scope_of, walk_inside
 from jmp.autocasting._registry import NO_RULE, is_low
 from jmp.autocasting._sending import WHY_NOT_WIDE
-from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, steps_of
+from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, nodes_of, steps_of
 
 SATURATED = (
     "an array that is added or selected is held within float16's range, in case it is a mask: a "
@@ -172,7 +172,7 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
     is_surprise = False
     # The other half type is that of a checkpoint's parameters, or a model's own `dtype`.
     not_half = NOT_HALF | {"float16", "bfloat16"} - {str(plan.request.settings.compute_dtype)}
-    for operation in operations_of(steps_of(plan)):
+    for operation in operations_of(filter(_may_multiply, steps_of(plan))):
         if is_product(operation.equation) and operation.dtypes_in:
             if not not_half.issuperset(operation.dtypes_in):
                 return ""
@@ -191,6 +191,10 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
         f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
         "jmp.diagnostics.precision_report says where each one stands."
     )
+
+
+def _may_multiply(ran: Ran) -> bool:
+    return any(node.multiplies or node.holds_functions for node in nodes_of(ran.step))
 
 
 def _gradients_stay_half(plan: Plan, name: str) -> str:
@@ -230,11 +234,10 @@ def _products_out_of_sight(plan: Plan, name: str) -> str:
 
 def _is_unplanned(ran: Ran) -> bool:
     """Returns whether a step holds functions that are no kernel, and that nothing plans."""
-    if not isinstance(ran.step, Single):
+    if not (isinstance(ran.step, Single) and ran.step.node.holds_functions):
         return False
     node = ran.step.node
-    is_known = node.rule != NO_RULE or has_kind(node.name) or node.name in _jax_compat.OPAQUE
-    return not is_known and node.holds_functions
+    return node.rule == NO_RULE and not has_kind(node.name) and node.name not in _jax_compat.OPAQUE
 
 
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:

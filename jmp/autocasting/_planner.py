@@ -7,26 +7,25 @@ barrier is decided by its rule; what nests is planned by its kind, which hands b
 
 from collections.abc import Sequence, Set
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
-from jmp.autocasting import _islands, _sending
-from jmp.autocasting._facts import compared_values
+from jmp import _jax_compat
+from jmp.autocasting import _islands, _lowerings, _sending
+from jmp.autocasting._facts import Destination, Info, compared_values
+from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import Level, has_kind, kind_of
-from jmp.autocasting._lowerings import (
-    add_masks,
-    move_with_wide_gradient,
-    multiply_in_half,
-    multiply_to_float32,
-    send_in_half,
-)
+from jmp.autocasting._kinds import has_kind, kind_of
+from jmp.autocasting._level import UNBOUNDED, Level, reasons_for, why_float32, why_region
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
+from jmp.autocasting._numbers import ValueProvenance
 from jmp.autocasting._precision import why_not_lowered, with_default
-from jmp.autocasting._reasons import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._registry import Category, params_in_half
+from jmp.autocasting._request import Request
 from jmp.autocasting._steps import (
     Arithmetic,
+    Context,
     Island,
     Plan,
     Read,
@@ -43,70 +42,84 @@ WHY_ROWS = "rows of a float32 table, rounded after the lookup"
 WHY_ASKED = "the user asked for its result in the float32 that it was added up in"
 
 
+def plan_program(closed: Any, in_half: Sequence[bool], request: Request) -> Plan:
+    """Returns the plan of a program.
+
+    Args:
+      closed: its closed jaxpr.
+      in_half: which of its arguments are rounded when they come in.
+    """
+    jaxpr, constants = _jax_compat.open_jaxpr(closed)
+    graph = graph_of(jaxpr, constants, [ValueProvenance.INPUTS] * len(in_half), None, request)
+    rounded = Info(request.settings.compute_dtype, False)
+    are_rounded = [*(False for _ in constants), *in_half]
+    infos = [
+        rounded if is_rounded and value.is_float32 else Info(value.dtype, True)
+        for value, is_rounded in zip(graph.inputs, are_rounded, strict=True)
+    ]
+    nowhere = [Destination(feeds=False, carried=False)] * len(graph.outputs)
+    return Planner(graph, infos, nowhere, Context(request)).plan_level()
+
+
 class Planner(Level):
     """Plans one level; what is known of it stands in `Level`."""
 
     def plan_level(self) -> Plan:
+        """Returns the plan: neutral nodes first, then by depth components and barriers."""
         sent = _sending.find_sent(self)
         steps: list[Step] = []
         at_depth: dict[int, tuple[list[Node], list[Node]]] = {}  # fusible nodes, and barriers
         for node in self.graph.nodes:
             if node not in self.facts.depths:
-                self.storage.measure(node)
+                self.measure(node)
                 steps.append(self._neutral(node, node in sent))
             else:
                 is_barrier = not node.is_fusible or node in self.facts.embeddings
                 at_depth.setdefault(self.facts.depths[node], ([], []))[is_barrier].append(node)
         for _, (fusible, barriers) in sorted(at_depth.items()):
             for node in (*fusible, *barriers):
-                self.storage.measure(node)
+                self.measure(node)
             for nodes in _islands.group(fusible, self.facts.cuts):
                 steps += self._component(nodes)
             steps += map(self._barrier, barriers)
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
-        reads = tuple(map(self.storage.dtype, self.graph.inputs))
+        reads = tuple(map(self.dtype, self.graph.inputs))
         ordered = tuple(_islands.with_keys(runnable_order(steps, self.graph.outputs)))
-        infos = tuple(map(self.storage.info, self.graph.outputs))
+        infos = tuple(map(self.info, self.graph.outputs))
         return Plan(self.graph, reads, ordered, infos, self.context.request)
 
     # Components of fusible nodes.
 
     def _component(self, nodes: list[Node]) -> list[Step]:
         """Returns the steps of a component: islands, with half operations between them."""
-        why = self._why(nodes)
+        why = reasons_for(nodes, self)
         if not why:
             return [self._by_itself(node) for node in nodes]
         asked = self.context.request.settings.recompute
-        single = _islands.half_between(nodes, why, self.storage, asked)
+        single = _islands.half_between(nodes, why, self, asked)
         if not single:
             return self._undivided(nodes, why)
         steps: list[Step] = []
         for stage in _islands.stages(nodes, single):
             for part in _islands.group((n for n in stage if n not in single), self.facts.cuts):
-                reasons = self._why(part)
+                reasons = reasons_for(part, self)
                 steps += self._undivided(part, reasons) if reasons else map(self._by_itself, part)
             steps += [self._by_itself(node) for node in stage if node in single]
         return steps
-
-    def _why(self, nodes: Sequence[Node]) -> dict[Node, str]:
-        inside = set(nodes)
-        reasons = ((node, why_float32(node, inside, self.storage)) for node in nodes)
-        return {node: reason for node, reason in reasons if reason}
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
         settings, cuts = self.context.request.settings, self.facts.cuts
         times = self.context.times
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
-        if not is_recomputed and _islands.is_small(nodes, times):
-            return [self._island(nodes, why, is_recomputed)]
-        front, rest = _islands.peel(nodes, self.storage)
+        is_peeled = is_recomputed or not _islands.is_small(nodes, times)
+        front, rest = _islands.peel(nodes, self) if is_peeled else ([], nodes)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
         return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
 
     def _island(self, nodes: list[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
-        storage, outputs, own = self.storage, set(self.graph.outputs), set(nodes)
+        outputs, own = set(self.graph.outputs), set(nodes)
         values = (value for node in nodes for value in node.outputs)
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
         entering = _islands.entering(nodes)
@@ -118,8 +131,8 @@ class Planner(Level):
         return Island(
             nodes=tuple(nodes),
             why=why,
-            reads=tuple(Read(v, storage.dtype(v)) for v in entering if v not in numbers),
-            writes=tuple(storage.leaving(value, own) for value in leaving),
+            reads=tuple(Read(v, self.dtype(v)) for v in entering if v not in numbers),
+            writes=tuple(self.leaving(value, own) for value in leaving),
             is_recomputed=is_recomputed,
             shares_casts=is_recomputed and _islands.normalises_rows(nodes, self.facts.cuts),
             common_scopes=_islands.common_scopes_of(nodes),
@@ -145,32 +158,32 @@ class Planner(Level):
             single = self._single(node, Arithmetic.FLOAT32, why_region(node))
             if node.region.in_float32 or not node.rule.rounds:
                 return single
-            writes = (self.storage.leaving(value, {node}) for value in node.outputs)
+            writes = (self.leaving(value, {node}) for value in node.outputs)
             return single._replace(stores=tuple(write.dtype for write in writes))
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)
             return self._product(node)
         # Neutral operands by themselves do not make it half.
-        is_led = any(v in self.facts.dependent and self.storage.is_half(v) for v in node.inputs)
-        is_half = is_led and not why_float32(node, set(), self.storage)
+        is_led = any(v in self.facts.dependent and self.is_half(v) for v in node.inputs)
+        is_half = is_led and not why_float32(node, set(), self)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
 
     def _embedding(self, node: Node) -> Single:
         """Returns a lookup whose rows are half, unless nothing bounds them."""
-        held = map(self.storage.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
+        held = map(self.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
         if any(each.exceeds_half for each in held):
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         if not _sending.may_be_sent(node):
             return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
         parts = None if node.region.reduces_in_float32 else _sending.parts_of_rows(node)
         why = _sending.WHY_IN_PARTS if parts else _sending.WHY_LOOKUP
-        lowering = partial(move_with_wide_gradient, self.half, parts, False)
+        lowering = partial(_lowerings.move_with_wide_gradient, self.half, parts, False)
         return self._wide(node, why)._replace(lowering=lowering)
 
     def _product(self, node: Node) -> Single:
         """Returns a half product; parameters, or its result, are float32 if sums need it."""
-        magnitudes = list(map(self.storage.magnitude, node.inputs))
+        magnitudes = list(map(self.magnitude, node.inputs))
         is_asked, is_dot = _sending.asks_for_wide(node, self.facts), node.name == "dot_general"
         # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
         if is_wide := is_asked and is_dot:
@@ -181,11 +194,11 @@ class Planner(Level):
         single = single._replace(reads_offset=offset)
         if why := self._why_float32_result(node, magnitudes):
             single = single._replace(why=f"{single.why}; {why}", stores=(FLOAT32,))
-            self.storage.store(node.outputs, single.stores)
+            self.store(node.outputs, single.stores)
         if not (is_wide or why):
             return single
-        in_half = partial(multiply_in_half, self.half)
-        return single._replace(lowering=in_half if is_dot else multiply_to_float32)
+        in_half = partial(_lowerings.multiply_in_half, self.half)
+        return single._replace(lowering=in_half if is_dot else _lowerings.multiply_to_float32)
 
     def _why_float32_result(self, product: Node, magnitudes: Sequence[Magnitude]) -> str:
         """Returns why the result of a half product is float32; "" if it is half."""
@@ -196,7 +209,7 @@ class Planner(Level):
         sums = magnitude_of_sums(product, *magnitudes)
         if not (sums.exceeds_half and self._may_keep_sums(product)):
             return ""
-        self.storage.bound(product.outputs, [sums])
+        self.bound(product.outputs, [sums])
         return WHY_SMALL
 
     def _may_keep_sums(self, product: Node) -> bool:
@@ -215,7 +228,7 @@ class Planner(Level):
         in_float8 = product.region.multiplies_in_float8
         if self.half != np.float16 or not is_small or is_layer or in_float8:
             return False
-        return result not in self._scores and not self.storage.is_multiplied(result, result.users)
+        return result not in self._scores and not self.is_multiplied(result, result.users)
 
     # Single equations, and how they read.
 
@@ -225,16 +238,16 @@ class Planner(Level):
         if not is_sent:
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         if not node.region.reduces_in_float32:
-            is_first = _sending.sends(node) and not any(map(self.storage.is_half, node.inputs))
+            is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
             single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
-            return single._replace(lowering=send_in_half) if is_first else single
+            return single._replace(lowering=_lowerings.send_in_half) if is_first else single
         if not _sending.sends(node):
             return self._single(node, Arithmetic.FLOAT32)
         # It comes out in float32, as its gradient comes in; products round it once more.
         single = self._wide(node, _sending.WHY_SENT)
-        lowering = partial(move_with_wide_gradient, self.half, None, True)
+        lowering = partial(_lowerings.move_with_wide_gradient, self.half, None, True)
         stores = tuple(value.dtype for value in node.outputs)
-        self.storage.store(node.outputs, stores)
+        self.store(node.outputs, stores)
         return single._replace(stores=stores, lowering=lowering)
 
     def _reverses_kernel(self, node: Node) -> bool:
@@ -254,29 +267,28 @@ class Planner(Level):
 
     def _wide(self, node: Node, why: str) -> Single:
         """Returns a step in half that reads parameters in float32, for the sake of gradients."""
-        facts, storage = self.facts, self.storage
         single = self._single(node, Arithmetic.HALF, why)
         reads = [
-            Read(v, FLOAT32 if v not in facts.dependent and not storage.is_half(v) else read.dtype)
+            Read(v, read.dtype if v in self.facts.dependent or self.is_half(v) else FLOAT32)
             for v, read in zip(node.inputs, single.reads, strict=True)
         ]
         return single._replace(reads=tuple(reads))
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:
-            reads = tuple(self._read_half(node, value) for value in node.inputs)
+            reads = tuple([self._read_half(node, value) for value in node.inputs])
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
             params = params_in_half(node.params, self.half) if is_half else node.params
         else:
-            reads = tuple(Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs)
+            reads = tuple([Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs])
             params = with_default(node)
         if arithmetic is Arithmetic.FLOAT32:
-            stores = tuple(self.storage.rounded_by_rule(v) or v.dtype for v in node.outputs)
+            stores = tuple([self.rounded_by_rule(v) or v.dtype for v in node.outputs])
         else:
-            stores = tuple(self.half if v.is_float32 else v.dtype for v in node.outputs)
-        self.storage.store(node.outputs, stores)
+            stores = tuple([self.half if v.is_float32 else v.dtype for v in node.outputs])
+        self.store(node.outputs, stores)
         masks = tuple(i for i, read in enumerate(reads) if read.saturates and node.rule.linear)
-        lowering = partial(add_masks, masks) if masks else None
+        lowering = partial(_lowerings.add_masks, masks) if masks else None
         return Single(node, arithmetic, why or node.rule.reason, reads, params, stores, lowering)
 
     def _read_half(self, node: Node, value: Value) -> Read:
@@ -290,7 +302,7 @@ class Planner(Level):
             return Read(value, None)
         repeats = node.rule.elementwise and value.size < node.outputs[0].size
         shape = node.outputs[0].aval.shape if repeats and value.varies else None
-        return Read(value, self.half, shape, self.storage.is_mask_of(node, value))
+        return Read(value, self.half, shape, self.is_mask_of(node, value))
 
     @cached_property
     def _scores(self) -> Set[Value]:

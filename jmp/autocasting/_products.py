@@ -29,14 +29,13 @@ whose input would be stored once more.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jmp import _jax_compat
 from jmp.autocasting._facts import compared_values, reaching, read_otherwise_values
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
@@ -49,7 +48,6 @@ from jmp.autocasting._numbers import (
     shape_of,
     size_of,
 )
-from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import NO_RULE, Category, Rule, is_low, rule_for
 
 WHY_COUNTS = "neither operand has a gradient: it counts, and a half type counts to 256 or 2048"
@@ -106,9 +104,16 @@ def _chooses_columns(equation: JaxprEqn, side: int, value: Value) -> bool:
 
 
 def provenance_of_results(
-    equation: JaxprEqn, rule: Rule, operands: Sequence[Value]
+    equation: JaxprEqn,
+    inner: Sequence[JaxprEqn] | None,
+    rule: Rule,
+    operands: Sequence[Value],
 ) -> ValueProvenance:
-    """Returns what an equation's floating results are made of; others: see `ValueProvenance.of`."""
+    """Returns what an equation's floating results are made of; others: see `Value`.
+
+    Args:
+      inner: the equations inside it; None if it holds no function.
+    """
     found = max((value.provenance for value in operands), default=ValueProvenance.CONSTANTS)
     if found is ValueProvenance.PRODUCTS:
         return found
@@ -117,8 +122,8 @@ def provenance_of_results(
         # The result of a NumPy array counts as a product's; see `why_exact`.
         has_table = ValueProvenance.TABLES in (value.provenance for value in operands)
         return found if is_exact and not has_table else ValueProvenance.PRODUCTS
-    if _jax_compat.holds_functions(equation):
-        return max(found, _made_inside(equation))
+    if inner is not None:
+        return max(found, _made_inside(equation, inner))
     if rule.draws_bits or rule == NO_RULE:
         return max(found, ValueProvenance.INPUTS)
     if equation.primitive.name == "eq":
@@ -128,14 +133,14 @@ def provenance_of_results(
     return ValueProvenance.CONSTANTS if found is ValueProvenance.CHOICES and not is_moved else found
 
 
-def _made_inside(equation: JaxprEqn) -> ValueProvenance:
+def _made_inside(equation: JaxprEqn, inside: Iterable[JaxprEqn]) -> ValueProvenance:
     """Returns what is made inside an equation, beside its operands.
 
     Arrays that its functions close over, random numbers, and products: exact ones count as well,
     because which those are is known only when the inside is planned.
     """
     found = list(map(provenance_of_array, _closed_over(equation)))
-    for inner in inner_equations(equation):
+    for inner in inside:
         if is_low(inner):
             return ValueProvenance.PRODUCTS
         found += map(provenance_of_array, _closed_over(inner))
@@ -255,13 +260,13 @@ def _with_scaled_operands(product: Node, scaling: _Scaling) -> list[Node]:
     node, place, powers = scaling
     factor, base = node.inputs[place], 2.0 if node.name == "div" else 0.5
     rest = _number_like(factor, (factor.constant or 0.0) * base**-powers)
-    node.inputs = tuple(rest if i == place else value for i, value in enumerate(node.inputs))
+    _set_operands(node, [rest if i == place else v for i, v in enumerate(node.inputs)])
     added, operands = [], list(product.inputs)
     for side, power in enumerate(((powers + 1) // 2, powers // 2)):
         if power:
             added.append(_with_factor(product, side, node, _number_like(factor, base**power)))
             (operands[side],) = added[-1].outputs
-    product.inputs = tuple(operands)
+    _set_operands(product, operands)
     for each in added:
         (value, _), (scaled,) = each.inputs, each.outputs
         scaled.users.append(product)
@@ -270,17 +275,23 @@ def _with_scaled_operands(product: Node, scaling: _Scaling) -> list[Node]:
     return added
 
 
+def _set_operands(node: Node, operands: Sequence[Value]) -> None:
+    node.inputs = tuple(operands)
+    node.inexact = [value for value in operands if value.is_inexact]
+
+
 def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node:
     """Returns a node that scales an operand of a product as another node scales its result."""
     variable: Any = product.equation.invars[side]  # a literal is a scalar, which nobody multiplies
     read = [variable, Literal(number.literal, number.aval)]
     equation = scaling.equation.replace(invars=read, outvars=[variable])
     inputs = (product.inputs[side], number)
+    provenance = provenance_of_results(equation, None, scaling.rule, inputs)
     return dataclasses.replace(
         product,
         equation=equation,
         inputs=inputs,
-        known=Known(provenance=provenance_of_results(equation, scaling.rule, inputs)),
+        known=Known(provenance=provenance),
         rule=dataclasses.replace(scaling.rule, reason=WHY_SCALED),
         has_products=False,
         is_in_full=False,

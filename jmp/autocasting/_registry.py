@@ -13,6 +13,7 @@ in the category, and their traits (`Rule`). `register_rule` adds a user's own.
 
 import dataclasses
 import enum
+import functools
 import sys
 from typing import Any
 
@@ -103,17 +104,19 @@ class Rule:
     draws_bits: bool = False  # it makes or uses random bits
     casts: bool = False  # it changes the dtype and nothing else
 
-    @property
+    # Each is asked of a rule for every node.
+
+    @functools.cached_property
     def hands_on(self) -> bool:
         """Whether it moves all or some numbers of its first operand, each once."""
         return self.reshapes or self.permutes or self.selects
 
-    @property
+    @functools.cached_property
     def moves(self) -> bool:
         """Whether the numbers of its result are those of its first operand."""
         return self.hands_on or self.repeats
 
-    @property
+    @functools.cached_property
     def holds_operands(self) -> bool:
         """Whether its result holds numbers of its floating operands, and no others."""
         return self.moves or self.rearranges

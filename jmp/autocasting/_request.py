@@ -16,6 +16,7 @@ Equinox open none by themselves: the adapters open one for each call of a module
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -87,7 +88,7 @@ class Settings:
             )
         object.__setattr__(self, "rules", _checked_rules(self.rules, self.compute_dtype))
 
-    @property
+    @functools.cached_property
     def compute_dtype(self) -> np.dtype:
         """The dtype of products: float16 or bfloat16; float32 if nothing is to be lowered."""
         return np.dtype(self.policy.compute_dtype)
@@ -195,7 +196,8 @@ class Request:
         asked = {name: getattr(settings.policy, name) for name in others}
         default = Policy(np.float32, half, half, **asked)
         self.policy_rules = settings.rules_of_modules or PolicyRules(settings.rules, default)
-        self._found: dict[Any, Region] = {}
+        self._found: dict[Any, Region] = {}  # by name stack
+        self._of_policies: dict[Policy, Region] = {}
 
     def region(self, stack: Any) -> Region:
         """Returns what holds under a name stack."""
@@ -210,7 +212,12 @@ class Request:
         if FULL_PRECISION in names:
             return Region(in_float32=True)
         policy = self._policy_for(names)
-        _check_dtype(policy, self._half, described("/".join(names)))
+        if policy not in self._of_policies:
+            _check_dtype(policy, self._half, described("/".join(names)))
+            self._of_policies[policy] = self._region_of(policy)
+        return self._of_policies[policy]
+
+    def _region_of(self, policy: Policy) -> Region:
         if policy.compute_dtype == self._half:
             reduce_dtype = policy.reduce_dtype or self.settings.policy.reduce_dtype
             return Region(

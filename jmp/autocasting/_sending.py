@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jmp._jax_compat import varying_axes
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Carry, Graph, Node, Value, downstream, value_of
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import Parts
 from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category
@@ -37,10 +37,10 @@ def find_sent(level: Level) -> set[Node]:
     found: set[Node] = set()
     for node in level.graph.nodes:
         is_first = sends(node) and not node.region.in_float32
-        is_full = node.rule.category is Category.FULL  # by the user's word
+        if not (is_first or (found and any(v.producer in found for v in node.inputs))):
+            continue
         if (
-            (is_first or any(value.producer in found for value in node.inputs))
-            and not is_full
+            node.rule.category is not Category.FULL  # by the user's word
             and level.facts.dependent.isdisjoint(node.outputs)
             and all(v.is_float32 and _only_products_read(v, *readers) for v in node.outputs)
         ):

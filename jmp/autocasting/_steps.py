@@ -6,8 +6,8 @@ says how it is lowered by a function that the rule or pass that wants it so atta
 knows that function.
 """
 
+import collections
 import enum
-import graphlib
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
@@ -42,7 +42,7 @@ class Read(NamedTuple):
     dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
     saturates: bool = False  # finite numbers are held within float16's range
-    # Repeats the array to the shape in half; None: `_casts.repeated`, then a cast.
+    # Repeats the array to the shape in half; None: `_lowerings.repeated`, then a cast.
     repeat: Callable[[Any, Any, Any], Any] | None = None
 
 
@@ -122,7 +122,7 @@ class Nested(NamedTuple):
     reads: tuple[Read, ...]
     stores: Dtypes
     # The same loop as it runs where it is differentiated, if that differs: its weights come in as
-    # float32, and its buffers are float32; see `_carries`.
+    # float32, and its buffers are float32; see `kinds.loops`.
     differentiated: "Nested | None" = None
     probed: "Probed | None" = None  # its body with gradients of weights after it
 
@@ -271,35 +271,32 @@ def on_islands(change: Callable[[Island, Any], Step]) -> Callable[..., list[Step
 
 def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
     """Sorts steps; those that neither an output nor a marker needs are left out."""
-    producers = {
-        value: index
-        for index, step in enumerate(steps)
-        for node in nodes_of(step)
-        for value in node.outputs
-    }
-    place = [nodes_of(step)[-1].index for step in steps]
+    nodes = list(map(nodes_of, steps))
+    producers = {v: index for index, own in enumerate(nodes) for n in own for v in n.outputs}
+    place = [own[-1].index for own in nodes]
     needs = [
         {producers.get(read.value, index) for read in step.reads} - {index}
         for index, step in enumerate(steps)
     ]
-    with_effects = [
-        index
-        for index, step in enumerate(steps)
-        if not isinstance(step, Island) and step.node.equation.effects
-    ]
+    with_effects = [i for i, own in enumerate(nodes) if own[-1].equation.effects]
     for before, after in itertools.pairwise(sorted(with_effects, key=place.__getitem__)):
         needs[after].add(before)
     ends = {producers[value] for value in outputs if value in producers}
-    ends.update(i for i, step in enumerate(steps) if any(n.is_marker for n in nodes_of(step)))
-    needed = reached(ends, needs.__getitem__)
-    sorter = graphlib.TopologicalSorter({index: needs[index] for index in needed})
-    sorter.prepare()  # it raises if an island is not convex, which depths rule out
-    ready: list[tuple[int, int]] = []
+    ends.update(index for index, own in enumerate(nodes) for n in own if n.is_marker)
+    needed = set(reached(ends, needs.__getitem__))
+    waits = {index: len(needs[index]) for index in needed}
+    readers: dict[int, list[int]] = collections.defaultdict(list)
+    for index in needed:
+        for before in needs[index]:
+            readers[before].append(index)
+    ready = [(place[index], index) for index in needed if not waits[index]]
+    heapq.heapify(ready)
     order = []
-    while sorter.is_active():
-        for index in sorter.get_ready():
-            heapq.heappush(ready, (place[index], index))
+    while ready:  # no step waits for ever: islands are convex, because of depths
         _, first = heapq.heappop(ready)
         order.append(steps[first])
-        sorter.done(first)
+        for reader in readers[first]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (place[reader], reader))
     return order

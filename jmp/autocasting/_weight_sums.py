@@ -23,10 +23,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
-from jmp.autocasting._casts import cast
 from jmp.autocasting._facts import Info
 from jmp.autocasting._graph import Value, reached
-from jmp.autocasting._lowerings import as_it_is, jvp, weight_product_p
+from jmp.autocasting._lowerings import as_it_is, cast, jvp, weight_product_p
 from jmp.autocasting._numbers import has_symbols
 from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, nodes_of
 

@@ -19,7 +19,7 @@ from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import function_name
 from jmp.autocasting._autocast import Traced
-from jmp.autocasting._casts import cast
+from jmp.autocasting._lowerings import cast
 from jmp.autocasting._operations import is_product, operations_of
 from jmp.autocasting._passes import target_of
 from jmp.autocasting._registry import rule_for

@@ -18,7 +18,7 @@ from jmp.autocasting._graph import Node
 from jmp.autocasting._numbers import Shape, length_of, size_of
 from jmp.autocasting._operations import Operation, decisions_of, is_callers_wish, is_product
 from jmp.autocasting._precision import asked_for, precision_of
-from jmp.autocasting._products import WHY_EXACT
+from jmp.autocasting._products import WHY_EXACT, products_that_wrap
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan, Single, steps_of
 from jmp.diagnostics._base import FLOAT8, HALVES, grouped
@@ -314,7 +314,8 @@ def lost_digits(plan: Plan, half: str) -> Iterator[str]:
     """Yields a sentence for each half product that loses digits which matter."""
     spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
     singles = [step for step, *_ in steps_of(plan) if isinstance(step, Single) and step.is_half]
-    wrapped = (step.node for step in singles if step.node.is_wrapped)
+    wrapping = products_that_wrap(plan.graph)
+    wrapped = (step.node for step in singles if step.node in wrapping)
     beside_offsets = (step.node for step in singles if step.reads_offset)
     for place in dict.fromkeys(map(_place, wrapped)):
         yield (

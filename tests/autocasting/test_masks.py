@@ -7,7 +7,7 @@ import pytest
 
 import jmp
 from jmp import diagnostics
-from jmp.autocasting._casts import masked
+from jmp.autocasting._lowerings import masked
 from tests.commands import in_full
 
 # Products with booleans are half, as with a mask that is cast.

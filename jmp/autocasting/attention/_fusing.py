@@ -15,7 +15,7 @@ import numpy as np
 from jmp.autocasting._constants import constant_of
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import (
     Environment,
@@ -108,7 +108,7 @@ def _fused_step(
     return Fused(
         node=attention.result,
         plain=tuple(runnable_order(group, attention.result.outputs)),
-        reads=tuple(Read(v, level.storage.dtype(v)) for v in entering if v not in inside),
+        reads=tuple(Read(v, level.dtype(v)) for v in entering if v not in inside),
         platform=kernel.platform,
         lowering=functools.partial(attend_by, kernel, form, (*reads, *terms)),
         why=kernel.why,

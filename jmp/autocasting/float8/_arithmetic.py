@@ -22,8 +22,7 @@ import numpy as np
 from jax import lax
 
 from jmp._jax_compat import Params, varying_axes
-from jmp.autocasting._casts import cast
-from jmp.autocasting._lowerings import gradient_of_operand
+from jmp.autocasting._lowerings import cast, gradient_of_operand
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, without_reduced
 

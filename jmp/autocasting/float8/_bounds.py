@@ -29,7 +29,7 @@ from jax import lax
 from jmp import _jax_compat
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, root
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._steps import Single, Step, on_singles
 from jmp.autocasting.float8._arithmetic import Extremes
 from jmp.autocasting.float8._passes import Bounded, ProductInFloat8, products_in_float8

@@ -22,12 +22,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
-from jmp.autocasting._casts import cast
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, downstream, root
-from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._level import Level
+from jmp.autocasting._lowerings import as_it_is, cast
 from jmp.autocasting._numbers import ValueProvenance, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends

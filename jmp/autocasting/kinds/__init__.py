@@ -1,5 +1,5 @@
 """Equations that autocast goes inside, by sort; importing this package registers them."""
 
-from jmp.autocasting.kinds import calls, custom_derivatives, scan, while_loop
+from jmp.autocasting.kinds import calls, custom_derivatives, loops
 
-__all__ = ["calls", "custom_derivatives", "scan", "while_loop"]
+__all__ = ["calls", "custom_derivatives", "loops"]

@@ -13,7 +13,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node
-from jmp.autocasting._kinds import Arrays, InnerCall, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, InnerCall, Kind, register_kind
+from jmp.autocasting._level import Level
 from jmp.autocasting._sending import may_part
 from jmp.autocasting._steps import Context, Function
 

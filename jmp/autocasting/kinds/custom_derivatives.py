@@ -18,11 +18,12 @@ from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
-from jmp.autocasting._casts import cast
 from jmp.autocasting._facts import Destination, Info
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node
-from jmp.autocasting._kinds import Arrays, Kind, Level, register_kind
+from jmp.autocasting._kinds import Arrays, Kind, register_kind
+from jmp.autocasting._level import Level
+from jmp.autocasting._lowerings import cast
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
@@ -74,7 +75,7 @@ class CustomJvpKind(Kind):
             jaxpr, constants = _jax_compat.open_jaxpr(closed)
             given = [*node.inputs, *[None] * len(changing)]
             graph = graph_of(jaxpr, constants, given, node, level.context.request)
-            infos = list(map(level.storage.info, node.inputs))
+            infos = list(map(level.info, node.inputs))
             infos += [Info(primals[i].dtype, False) for i in moving]
             # The tangent of an integer has no dtype that could be chosen.
             pairs = zip(node.outputs, stores, strict=True)

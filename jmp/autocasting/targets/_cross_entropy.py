@@ -40,7 +40,7 @@ from jax.lax import GatherScatterMode
 from jmp import _jax_compat
 from jmp.autocasting._facts import Shift, Softmax, is_row_reduction, softmaxes_within
 from jmp.autocasting._graph import Node, downstream
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import length_of
 from jmp.autocasting._steps import Island, Rewrite, on_islands
 

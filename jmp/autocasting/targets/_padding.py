@@ -18,7 +18,7 @@ from jax import lax
 
 from jmp._jax_compat import has_named_axes
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import Environment, Island, Single, Step, nodes_of

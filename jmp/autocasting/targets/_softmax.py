@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jmp import _jax_compat
 from jmp.autocasting._facts import Shift, softmaxes_within
 from jmp.autocasting._graph import Node, Value, downstream
-from jmp.autocasting._kinds import Level
+from jmp.autocasting._level import Level
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Island, Rewrite, on_islands
 from jmp.dtypes import FLOAT32

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import root
-from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import as_it_is, with_derivative, without_symbols
+from jmp.autocasting._level import Level
+from jmp.autocasting._lowerings import as_it_is, cast, repeated, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Environment, Island, Read, Single, on_islands, on_singles

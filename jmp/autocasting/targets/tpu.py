@@ -11,10 +11,16 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jmp._jax_compat import has_named_axes
-from jmp.autocasting._casts import cast, repeated
 from jmp.autocasting._graph import Node, Value
-from jmp.autocasting._kinds import Level
-from jmp.autocasting._lowerings import bilinear, run_with_product, weight_product_p, with_derivative
+from jmp.autocasting._level import Level
+from jmp.autocasting._lowerings import (
+    bilinear,
+    cast,
+    repeated,
+    run_with_product,
+    weight_product_p,
+    with_derivative,
+)
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Environment, Read, Single, on_singles
