@@ -47,3 +47,10 @@ def assert_near(got, expected, bound):
     """The same, with numbers that differ by no more than `bound` of the largest of their array."""
     near = lambda x, y: assert_close(x, y, atol=bound * float(np.abs(y).max()))
     jax.tree.map(near, got, expected)
+
+
+def assert_all_derivatives(got, expected, tolerance, *args, argnums=0):
+    """Compares both Jacobians and the Hessian, by the largest number of each."""
+    for derivative in (jax.jacfwd, jax.jacrev, jax.hessian):
+        found, exact = (derivative(function, argnums)(*args) for function in (got, expected))
+        assert_near(found, exact, tolerance)

@@ -370,7 +370,7 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
         [x, *(_product_of_several(x, n) for n in (1, _length_along(node, "axis")))]
     ),
     "scatter-add": lambda node, x, _, added: _add(x, _scattered(node, added)),
-    # An inverse transform divides what it adds up. Of the other directions the results are complex.
+    # Only an inverse transform has real results: it divides what it adds up.
     "fft": lambda node, x: x._replace(low=-math.inf, high=math.inf),
     "iota": lambda node: Magnitude(0, _length_along(node, "dimension")),
     "argmax": lambda node, x: Magnitude(0, node.inputs[0].size),
