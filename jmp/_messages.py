@@ -114,7 +114,10 @@ def check_number(
     if isinstance(number, bool) or not isinstance(number, kind):
         raise wrong(TypeError, caller, value, expected, name=name)
     if not isinstance(number, int):
-        number = float(number)
+        try:
+            number = float(number)
+        except OverflowError:
+            raise wrong(ValueError, caller, value, expected, name=name) from None
     if not is_right(number):
         raise wrong(ValueError, caller, value, expected, name=name)
     return number

@@ -248,7 +248,7 @@ def apply_updates(model: T, updates: PyTree) -> T:
 
     Args:
       model: a module, whose floating arrays are trained.
-      updates: what `tx.update` returned, with None in place of leaves that are no floating arrays.
+      updates: what `tx.update` returned, with None in place of leaves that are not trained.
 
     >>> import equinox as eqx
     >>> model = cast_params(eqx.nn.Linear(2, 1, key=jax.random.key(0)), "O2")
@@ -256,9 +256,12 @@ def apply_updates(model: T, updates: PyTree) -> T:
     >>> apply_updates(model, updates).weight.dtype
     dtype('float16')
     """
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    updated: T = eqx.combine(optax.apply_updates(params, updates), static)
-    return updated
+
+    def updated(update: Any, array: Any) -> Any:
+        return array if update is None else (array + update).astype(array.dtype)
+
+    result: T = jax.tree.map(updated, updates, model, is_leaf=lambda leaf: leaf is None)
+    return result
 
 
 def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:

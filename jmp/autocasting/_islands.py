@@ -19,7 +19,7 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._facts import is_row_reduction
 from jmp.autocasting._graph import Node, Value, reached
-from jmp.autocasting._level import LARGE_INPUT, Level
+from jmp.autocasting._level import LARGE_INPUT, Level, why_digits
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import Fused, Island, S, Step
@@ -66,7 +66,7 @@ def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
 
 
 def is_small(nodes: Iterable[Node], times: int) -> bool:
-    """Returns whether an island saves too little to be computed otherwise than it stands.
+    """Returns whether an island is too small to save much in another form.
 
     Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
     """
@@ -218,7 +218,10 @@ def peel(nodes: Sequence[Node], level: Level) -> tuple[list[Node], list[Node]]:
     cones: dict[Node, Cone | None] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
-        cones[node] = cone = _linear_cone(node, cones, level, takes_biases)
+        cone = None
+        if not why_digits(node, inside, level):
+            cone = _linear_cone(node, cones, level, takes_biases)
+        cones[node] = cone
         if cone is None:
             continue
         ends_here = [
@@ -254,6 +257,9 @@ def _linear_cone(
             # A bias may go along. A mask, a row that no gradient flows into, such as a target of a
             # loss, or an input as large as the result may not.
             if not (value.varies and value.is_vector and takes_biases):
+                return None
+            held = level.magnitude(value)  # of `1 / scale`, say
+            if held.exceeds_half or held.degree < 0:
                 return None
             if value.source_size >= result.size:
                 return None

@@ -253,6 +253,16 @@ def why_float32(node: Node, inside: Set[Node], level: Level) -> str:
     for value in node.inputs:
         if why := _why_operand(value, node, inside, level):
             return why
+    return why_digits(node, inside, level)
+
+
+def why_digits(node: Node, inside: Set[Node], level: Level) -> str:
+    """Returns why a sum or difference has few digits in half, beside an offset; "" if it has all.
+
+    Args:
+      inside: the component of the node.
+    """
+    rule = node.rule
     if rule.category is not Category.WIDEST or not rule.linear:
         return ""
     if level.magnitude(node.outputs[0]).has_large_offset:

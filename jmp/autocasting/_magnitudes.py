@@ -183,7 +183,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
         return Magnitude(-1, 1)
     if rule.sums_devices:
         return operands[0]._replace(low=-math.inf, high=math.inf)
-    if rule.moves or rule.reduces or rule.casts or node.name in PARTS:
+    if rule.moves or rule.reduces or rule.casts:
         return operands[0]
     if rule.holds_operands or node.holds_functions:
         held = [
@@ -219,16 +219,6 @@ def _add(x: Magnitude, y: Magnitude) -> Magnitude:
     offset = sum(each.offset if each.number is None else each.number for each in (x, y))
     scale = max((each.scale for each in (x, y) if each.number is None), default=1.0)
     return Magnitude(x.low + y.low, x.high + y.high, degree, terms, offset, scale)
-
-
-def _is_square(product: Node) -> bool:
-    """Returns whether a value is multiplied by itself, or by its conjugate: a power spectrum."""
-
-    def without_conjugate(value: Value) -> Value:
-        producer = value.producer
-        return producer.inputs[0] if producer is not None and producer.name == "conj" else value
-
-    return are_same(*map(without_conjugate, product.inputs))
 
 
 def _multiply(x: Magnitude, y: Magnitude) -> Magnitude:
@@ -345,7 +335,7 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "add_any": _added,
     "sub": lambda node, x, y: _add(x, y.opposite),
     "neg": lambda node, x: x.opposite,
-    "mul": lambda node, x, y: _raised(x, 2) if _is_square(node) else _multiply(x, y),
+    "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
     "square": lambda node, x: _raised(x, 2),
     "integer_pow": lambda node, x: _raised(x, node.params["y"]),
@@ -380,7 +370,5 @@ STEEP_ONES = "sinh cosh tan lgamma polynomial"
 TRANSFERS |= dict.fromkeys(STEEP_ONES.split(), lambda node, *operands: STEEP)
 LEVEL = "log log1p log2 asinh acosh atanh erf_inv asin acos atan atan2 erfc sign"
 TRANSFERS |= dict.fromkeys(LEVEL.split(), lambda node, *operands: FLAT)
-# The parts of a complex number are as large as it is.
-PARTS = {*"conj real imag".split()}
 # Of these the length of an axis is part of the bounds.
 COUNTING = {*"reduce_sum reduce_prod cumsum cumprod scatter-add iota argmax argmin".split()}

@@ -5,7 +5,7 @@ island (see `_islands`) or, where no node requires float32, a run of single half
 barrier is decided by its rule; what nests is planned by its kind, which hands back its dtypes.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,11 +15,11 @@ from jmp import _jax_compat
 from jmp.autocasting import _islands, _lowerings, _sending
 from jmp.autocasting._facts import Destination, Info, compared_values
 from jmp.autocasting._flatten import graph_of
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._level import UNBOUNDED, Level, reasons_for, why_float32, why_region
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
-from jmp.autocasting._numbers import ValueProvenance
+from jmp.autocasting._numbers import ValueProvenance, dtype_of
 from jmp.autocasting._precision import why_not_lowered, with_default
 from jmp.autocasting._registry import Category, params_in_half
 from jmp.autocasting._request import Request
@@ -112,7 +112,9 @@ class Planner(Level):
         settings, cuts = self.context.request.settings, self.facts.cuts
         times = self.context.times
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
-        is_peeled = is_recomputed or not _islands.is_small(nodes, times)
+        # The end of a network, which no product reads, stays float32 as far as it is kept.
+        feeds = any(not self.facts.feeds.isdisjoint(node.outputs) for node in nodes)
+        is_peeled = is_recomputed or (feeds and not _islands.is_small(nodes, times))
         front, rest = _islands.peel(nodes, self) if is_peeled else ([], nodes)
         if not rest:  # an island that is linear throughout stays what it is, float32
             front, rest = [], nodes
@@ -156,7 +158,7 @@ class Planner(Level):
             return self._embedding(node)
         if node.region.in_float32 or category in (Category.FULL, Category.AS_WRITTEN):
             single = self._single(node, Arithmetic.FLOAT32, why_region(node))
-            if node.region.in_float32 or not node.rule.rounds:
+            if node.region.in_float32 or not node.rule.rounds or self._reads_products(node):
                 return single
             writes = (self.leaving(value, {node}) for value in node.outputs)
             return single._replace(stores=tuple(write.dtype for write in writes))
@@ -168,6 +170,21 @@ class Planner(Level):
         is_led = any(v in self.facts.dependent and self.is_half(v) for v in node.inputs)
         is_half = is_led and not why_float32(node, set(), self)
         return self._single(node, _half_arithmetic(node) if is_half else Arithmetic.FLOAT32)
+
+    def _reads_products(self, transform: Node) -> bool:
+        """Returns whether a Fourier transform reads a product of spectra that were computed.
+
+        It then sums as many products as there are numbers, as in an autocorrelation.
+        """
+
+        def spectra_of(value: Value) -> list[Value]:
+            return [] if value.producer is None else _complex(value.producer.inputs)
+
+        for value in reached(_complex(transform.inputs), spectra_of):
+            computed = self.facts.dependent & set(spectra_of(value))
+            if len(computed) > 1 and value.producer and not value.producer.rule.linear:
+                return True
+        return False
 
     def _embedding(self, node: Node) -> Single:
         """Returns a lookup whose rows are half, unless nothing bounds them."""
@@ -308,6 +325,10 @@ class Planner(Level):
     def _scores(self) -> Set[Value]:
         """The values that reach a maximum on this level, such as that of a softmax."""
         return compared_values(self.graph, [])
+
+
+def _complex(values: Iterable[Value]) -> list[Value]:
+    return [v for v in values if np.issubdtype(dtype_of(v) or np.bool_, np.complexfloating)]
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -299,4 +299,5 @@ def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:
             waits[reader] -= 1
             if not waits[reader]:
                 heapq.heappush(ready, (place[reader], reader))
+    assert len(order) == len(needed)
     return order

@@ -84,9 +84,9 @@ def accumulated_value_and_grad(
       aux), gradients)`. Value: the mean, unscaled, at least float32. Gradients: their mean, *still
       scaled*, at least float32: hand them to `jmp.transforms.with_loss_scale`. Aux: the aux of all
       micro-batches, on each device its own, stacked along a new first axis of `steps`; nothing in
-      it is averaged or left out. With `steps=1` there is no loop, and without `weight` and
-      `reduce_axes` value and gradients have the numbers of `scaled_value_and_grad`, exactly; half
-      gradients come in float32.
+      it is averaged or left out. With `steps=1` there is no loop, and without `weight`, `skip`,
+      `accumulate_dtype` and `reduce_axes` value and gradients have the numbers of
+      `scaled_value_and_grad`, exactly; half gradients come in float32.
 
     Raises:
       TypeError: `fun`, `loss_scale`, `steps`, `skip`, `weight`, `accumulate_dtype` or `reduce_axes`

@@ -164,7 +164,7 @@ def check_loss_scale(value: object, caller: str) -> None:
     """
     if not isinstance(value, LossScale):
         raise TypeError(
-            f"{caller} got loss_scale={described(value)}; expected a loss scale: "
+            f"{caller} got {described(value)} as a loss scale; expected a loss scale: "
             "jmp.torch_loss_scale(), which adjusts itself, jmp.StaticLossScale(512), "
             "jmp.NoOpLossScale() for none, or the one in force, "
             "jmp.transforms.loss_scale_state(opt_state).loss_scale. For an nnx.Optimizer it is "
