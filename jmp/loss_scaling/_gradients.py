@@ -157,14 +157,14 @@ def _checked_loss(loss: object) -> jax.Array:
 # Checks.
 
 
-def check_loss_scale(value: object, caller: str) -> None:
+def check_loss_scale(value: object, caller: str, name: str = "loss_scale") -> None:
     """Raises TypeError for a value that is no loss scale, ValueError for one that cannot be used.
 
     >>> check_loss_scale(StaticLossScale(8), "with_loss_scale")
     """
     if not isinstance(value, LossScale):
         raise TypeError(
-            f"{caller} got {described(value)} as a loss scale; expected a loss scale: "
+            f"{caller} got {name}={described(value)}; expected a loss scale: "
             "jmp.torch_loss_scale(), which adjusts itself, jmp.StaticLossScale(512), "
             "jmp.NoOpLossScale() for none, or the one in force, "
             "jmp.transforms.loss_scale_state(opt_state).loss_scale. For an nnx.Optimizer it is "

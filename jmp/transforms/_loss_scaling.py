@@ -249,7 +249,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
     >>> state.loss_scale
     StaticLossScale(loss_scale=512.0)
     """
-    check_loss_scale(new, "set_loss_scale")
+    check_loss_scale(new, "set_loss_scale", "new")
     if find_loss_scaling(opt_state) is None:
         raise ValueError(
             "set_loss_scale got an optimizer's state without a loss scale; expected that of "

@@ -130,6 +130,41 @@ def test_linear_attention_over_many_tokens_has_its_gradients():
     assert largest_error(found, wanted) < 3e-3
 
 
+SHIFTED = {
+    "exponential": lambda h, bias: jnp.mean(1 / (1 + jnp.abs(h + jnp.exp(12 + bias))), 0),
+    "reciprocal": lambda h, bias: jnp.mean(jnp.minimum(h + 1e6 / bias, 2e6), 0) / 1e6,
+    "taken away": lambda h, bias: jnp.abs((h + 1000 * bias) - 1000 * bias).mean(0),
+    "spectra": lambda h, bias: jnp.tanh(1e-7 * convolved(100 * (h + bias)))[0],
+}
+
+
+def convolved(h):
+    return jnp.fft.irfft(jnp.fft.rfft(h) * jnp.fft.rfft(h[::-1]), h.shape[-1])
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", SHIFTED)
+def test_large_values_at_the_front_of_an_island_keep_range_and_digits(name, half):
+    def this(product, w, x, bias):
+        return jnp.mean(product(SHIFTED[name](product(x, w), bias)[None], w) ** 2)
+
+    w, x = (jax.random.normal(jax.random.key(i), (256, 256)) for i in range(2))
+    arguments = w / 16, x, jnp.linspace(1, 2, 256)[None]
+    found, reference = errors_beside_half_products(this, half, arguments)
+    assert np.isfinite(reference) and found <= 1.05 * reference, (found, reference)
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_logits_add_their_bias_in_float32_whatever_the_batch(rows):
+    def labels(x, w, bias):
+        logits = x @ w + bias[None]
+        return logits, logits.argmax(-1)
+
+    shapes = ((rows, 64), (64, 1024), (1024,))
+    program = jax.make_jaxpr(jmp.autocast(labels, "mixed_float16"))(*map(jnp.ones, shapes))
+    assert f"f32[{rows},1024] = add" in program.pretty_print(use_color=False)
+
+
 def test_what_an_operation_in_full_reads_stays_float32():
     def quotient(x, w):
         h = x @ w
