@@ -2,6 +2,7 @@
 
 import collections
 import re
+import threading
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -373,6 +374,29 @@ def test_haiku_takes_its_state_by_name():
     params, state = jax.jit(HAIKU_NET.init)(jax.random.key(0), IMAGES)
     named = jax.eval_shape(lambda: network.apply(params, state=jmp.cast_to_half(state), x=IMAGES))
     assert dtypes_of(named[1]) == {"float32"}
+
+
+@pytest.mark.filterwarnings("ignore::jmp.UnusedRuleWarning")
+def test_two_threads_may_trace_one_haiku_network():
+    is_inside, has_traced = threading.Event(), threading.Event()
+
+    class Slow(hk.Module):
+        def __call__(self, x):
+            is_inside.set()
+            assert has_traced.wait(5)
+            return x
+
+    network = hk.transform(lambda x, slow: Slow()(x) if slow else hk.Linear(3)(x))
+    network = hk.without_apply_rng(network)
+    params = network.init(jax.random.key(0), WEIGHT, False)
+    apply = adapters.haiku.autocast(network, "mixed_float16", rules=[(Slow, "float32")]).apply
+    thread = threading.Thread(target=lambda: apply({}, WEIGHT, True))
+    thread.start()
+    assert is_inside.wait(5)
+    products = product_dtypes(lambda p: apply(p, WEIGHT, False), params)
+    has_traced.set()
+    thread.join()
+    assert products == {"float16": 1}
 
 
 def test_haikus_modules_are_named_as_in_the_parameters_and_as_in_the_report():

@@ -175,6 +175,21 @@ def test_a_view_has_modes_of_its_own():
     assert bits(nnx.as_pure(nnx.state(model, nnx.BatchStat))) == before
 
 
+def test_a_jitted_part_keeps_no_scope_of_other_rules():
+    part = nnx.jit(lambda layer, x: layer(x))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return part(self.layer, x)
+
+    view = adapter.autocast(Model(nnx.Rngs(0)), "mixed_bfloat16")
+    view(ROWS)
+    assert bits(part(view.layer, ROWS)) == bits(view.layer(ROWS))
+
+
 def test_options_name_the_functions_arguments():
     lowered = adapter.autocast(lambda model, x: x * 1.0, "mixed_bfloat16", apply_to=("x",))
     assert bits(lowered(Net(nnx.Rngs(0)), ROWS)) != bits(ROWS)
@@ -320,6 +335,23 @@ def test_a_step_of_ones_own_is_train_step_bit_by_bit(x):
             assert all((net.blocks[0].mean[...] != 0).any() for net in (model, other))
             assert (model.head.kernel[...] != before[0]["head"]["kernel"]).any()
     assert bits(ends[0]) == bits(ends[1])
+
+
+def test_a_skipped_step_moves_no_average_of_the_parameters():
+    @nnx.jit
+    def step(model, optimizer, average, x):
+        with adapter.atomic_step(model, optimizer, average):
+            grad_fn = adapter.scaled_value_and_grad(net_loss, adapter.loss_scale(optimizer))
+            optimizer.update(model, grad_fn(model, x)[1])
+            nnx.update(average, jax.tree.map(lambda p: p / 2, nnx.state(model, nnx.Param)))
+
+    model = adapter.autocast(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_float16")
+    optimizer, average = nnx.Optimizer(model, MIXED, wrt=nnx.Param), nnx.clone(model)
+    before = values(average)
+    step(model, optimizer, average, ROWS.at[0, 0].set(jnp.inf))
+    assert bits(values(average)) == bits(before)
+    step(model, optimizer, average, ROWS)
+    assert (average.kernel[...] == model.kernel[...] / 2).all()
 
 
 @pytest.mark.parametrize(

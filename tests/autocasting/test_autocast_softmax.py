@@ -191,6 +191,17 @@ def test_more_than_the_maximum_is_subtracted_in_float32_on_tpus():
     close_on_all_platforms(with_sink, arguments(VECTOR), 0.01)
 
 
+def test_probabilities_that_are_read_in_float32_too_are_not_rounded():
+    def with_entropy(queries, keys, values):
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", queries, keys))
+        entropy = -(weights * jnp.log(weights)).sum(-1)  # of 1e-9 in float16: 0 * -inf
+        return jnp.sin(jnp.einsum("bqk,bkd->bqd", weights, values)).mean() + 0.1 * entropy.mean()
+
+    args = arguments(ODD)[:3]
+    found = gradients(jmp.autocast(with_entropy, "mixed_float16"), args)
+    assert largest_error(found, gradients(with_entropy, args)) < 3e-3
+
+
 @pytest.mark.parametrize("length", [ODD, EVEN])
 def test_one_half_array_is_kept_of_a_softmax(length):
     kept = printed_residuals(jmp.autocast(loss, "mixed_float16"), *arguments(length))

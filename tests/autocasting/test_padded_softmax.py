@@ -58,10 +58,10 @@ def mixed(function, half="bfloat16", **options):
     return jmp.autocast(function, f"mixed_{half}", platform="gpu", recompute="all", **options)
 
 
-def unpadded(function, half="float16"):
+def unpadded(function):
     def as_elsewhere(*args):
         with mock.patch.object(_padding, "MULTIPLE", 1):
-            return mixed(function, half)(*args)
+            return mixed(function, "float16")(*args)
 
     return as_elsewhere
 

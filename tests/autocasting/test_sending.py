@@ -42,10 +42,10 @@ def dtypes_sent(fun, *args):
     return {str(v.aval.dtype) for e in sent for v in e.invars if v.aval.ndim > 1}
 
 
-def in_shard_map(fun, check_vma=True):
+def in_shard_map(fun):
     mean = lambda w, x: lax.pmean(fun(w, x), "d")
     places = {"in_specs": (P("d"), P("d")), "out_specs": P()}
-    return jax.shard_map(mean, mesh=AUTO, check_vma=check_vma, **places)
+    return jax.shard_map(mean, mesh=AUTO, **places)
 
 
 def scanned(w, x):

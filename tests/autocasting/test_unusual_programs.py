@@ -138,7 +138,6 @@ def test_a_note_on_the_error_of_debug_nans_has_the_line(how):
 
 # Long chains: nothing may walk along them by calling itself.
 
-BIAS = jnp.linspace(-1, 1, 32)[None]
 CHAINS = {
     "adds an array": lambda y, i: y + X,
     "scales": lambda y, i: y * 0.5 if i % 2 else y * 2.0,

@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -134,6 +135,14 @@ def programs(gpt, text):
         return gpt.make_programs(arguments, mesh), functools.partial(rows.of_step, training)
 
     return made_for
+
+
+def test_only_kernels_decay(gpt):
+    arguments = gpt.argument_parser().parse_args([*TINY, "--weight-decay=1000"])
+    params = {name: jnp.ones(2) for name in ("kernel", "bias", "scale", "embedding")}
+    optimizer, zeros = gpt.make_optimizer(arguments), jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    assert [name for name, update in updates.items() if (update != 0).any()] == ["kernel"]
 
 
 def losses_of(made, load, steps):

@@ -188,6 +188,14 @@ def test_a_field_of_a_users_own_moves_with_a_step_or_not_at_all():
     assert state.params["w"][0] == 0.0  # the skip has halved the scale to 1
 
 
+def test_masters_from_the_host_lie_where_they_lay():
+    place = jax.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
+    state = MASTERS.init({"a": jax.device_put(jnp.ones(4, jnp.float16), place)})
+    new = transforms.reset_masters(state, {"a": np.full(4, 3.0, np.float16)})
+    assert new.masters["a"].sharding == state.masters["a"].sharding == place
+    assert (new.masters["a"] == 3.0).all()
+
+
 @pytest.mark.parametrize(
     "change",
     [
