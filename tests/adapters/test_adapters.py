@@ -535,5 +535,7 @@ def test_an_update_of_equinox_that_widens_half_parameters_is_named_in_the_next_s
         apply(params, updates) for apply in (optax.apply_updates, ours, eqx.apply_updates)
     )
     assert kept["w"].dtype == jnp.float16 and bits(kept) == bits(also_kept)
+    frozen = {"w": None}  # as equinox.apply_updates takes it
+    assert bits(ours(params, frozen)) == bits(eqx.apply_updates(params, frozen)) == bits(params)
     with pytest.raises(ValueError, match="a half dtype.*optax.apply_updates does, apply_updates o"):
         tx.update(params, state, widened)

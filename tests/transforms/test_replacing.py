@@ -155,11 +155,9 @@ def test_a_state_without_a_scale_is_refused_with_the_lines_that_give_it_one():
 
 def test_other_kinds_are_refused():
     tx = scaling(SCALES["static"])
-    with pytest.raises(TypeError, match="got loss_scale=8.0; expected a loss scale"):
+    with pytest.raises(TypeError, match="got new=8.0; expected a loss scale"):
         transforms.set_loss_scale(tx.init(PARAMS), 8.0)
-    with pytest.raises(
-        TypeError, match="got loss_scale=a WithLossScaleState; expected a loss scale"
-    ):
+    with pytest.raises(TypeError, match="got new=a WithLossScaleState; expected a loss scale"):
         transforms.set_loss_scale(SCALES["static"], tx.init(PARAMS))
     for optimizer in (tx, optax.MultiSteps(tx, 2)):
         with pytest.raises(TypeError, match="not the optimizer itself"):
