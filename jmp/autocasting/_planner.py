@@ -112,13 +112,23 @@ class Planner(Level):
         settings, cuts = self.context.request.settings, self.facts.cuts
         times = self.context.times
         is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
-        # The end of a network, which no product reads, stays float32 as far as it is kept.
-        feeds = any(not self.facts.feeds.isdisjoint(node.outputs) for node in nodes)
-        is_peeled = is_recomputed or (feeds and not _islands.is_small(nodes, times))
-        front, rest = _islands.peel(nodes, self) if is_peeled else ([], nodes)
-        if not rest:  # an island that is linear throughout stays what it is, float32
+        front: list[Node] = []
+        if is_recomputed or self._keeps_much(nodes):
+            front, rest = _islands.peel(nodes, self)
+        # Of what is kept, only a bias is better added in half: XLA would store its cotangent in
+        # float32. An island that is linear throughout stays what it is.
+        if not front or not rest or not (is_recomputed or self._adds_bias(front)):
             front, rest = [], nodes
         return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
+
+    def _keeps_much(self, nodes: Sequence[Node]) -> bool:
+        """Returns whether an island is large, and not the end of a network: a product follows."""
+        feeds = any(not self.facts.feeds.isdisjoint(node.outputs) for node in nodes)
+        return feeds and not _islands.is_small(nodes, self.context.times)
+
+    def _adds_bias(self, nodes: Iterable[Node]) -> bool:
+        operands = (value for node in nodes for value in node.inputs)
+        return any(value.varies and value not in self.facts.dependent for value in operands)
 
     def _island(self, nodes: list[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
         outputs, own = set(self.graph.outputs), set(nodes)
