@@ -73,6 +73,11 @@ def is_small(nodes: Iterable[Node], times: int) -> bool:
     return times * max(v.size for node in nodes for v in node.outputs) < SMALL
 
 
+def feed(nodes: Iterable[Node], level: Level) -> bool:
+    """Returns whether a product follows nodes: they are not the end of a network."""
+    return any(not level.facts.feeds.isdisjoint(node.outputs) for node in nodes)
+
+
 def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
     """Decides if an island is computed again, from its reductions and sizes (see `is_small`)."""
     # Each order of derivatives would compute again what is part of one.
@@ -213,8 +218,7 @@ def peel(nodes: Sequence[Node], level: Level) -> tuple[list[Node], list[Node]]:
     """
     inside = set(nodes)
     # An addend of an attention's scores may be a mask over the keys.
-    feeds = any(not level.facts.feeds.isdisjoint(node.outputs) for node in nodes)
-    takes_biases = not (_is_softmax(nodes) and feeds)
+    takes_biases = not (_is_softmax(nodes) and feed(nodes, level))
     cones: dict[Node, Cone | None] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:

@@ -123,8 +123,8 @@ class Planner(Level):
 
     def _keeps_much(self, nodes: Sequence[Node]) -> bool:
         """Returns whether an island is large, and not the end of a network: a product follows."""
-        feeds = any(not self.facts.feeds.isdisjoint(node.outputs) for node in nodes)
-        return feeds and not _islands.is_small(nodes, self.context.times)
+        is_small = _islands.is_small(nodes, self.context.times)
+        return not is_small and _islands.feed(nodes, self)
 
     def _adds_bias(self, nodes: Iterable[Node]) -> bool:
         operands = (value for node in nodes for value in node.inputs)
