@@ -312,7 +312,8 @@ def _dtypes_called(name: str) -> dict[str, Any]:
     return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), dtype)
 
 
-# This attribute marks functions and classes of modules that compute with a policy.
+# This attribute marks functions and classes of modules that compute with a policy, and the update
+# of an optimizer that was made for one.
 LOWERED_TO = "__jmp_lowered_to__"
 
 

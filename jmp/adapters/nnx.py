@@ -13,6 +13,7 @@ move together or not at all. To write such a step yourself, call `scaled_value_a
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
@@ -21,14 +22,20 @@ import optax
 from flax import nnx
 
 from jmp import transforms
-from jmp._messages import check_function, refuse_other_models, way_out, wrong
+from jmp._array_calls import ArrayCall
+from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters import _nnx_modules
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, storage_rules
+from jmp.autocasting import NoHalfProductWarning
 from jmp.autocasting._autocast import AllOptions, or_decorator
+from jmp.autocasting._numbers import dtype_of
+from jmp.autocasting._operations import is_product
+from jmp.autocasting._propagation import walk
+from jmp.dtypes import is_half
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule
 
 __all__ = [
@@ -238,7 +245,8 @@ def train_step(
       ValueError for an optimizer in a wrong order. After these and all other errors nothing has
       changed.
     Warns: `jmp.UnscaledLossWarning` for an optimizer without a loss scale if the model, or the
-      loss, computes in float16.
+      loss, computes in float16; `jmp.NoHalfProductWarning` for an optimizer made for a half policy
+      if all products of the loss are float32, as when the model was passed instead of its view.
 
     >>> from flax import nnx
     >>> import optax
@@ -257,6 +265,7 @@ def train_step(
     check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
     argnums = nnx.DiffState(0, optimizer.wrt)
     differentiate = scaled_value_and_grad(loss_fn, loss_scale(optimizer), argnums, has_aux)
+    _check_is_lowered(optimizer, loss_fn, model, args)
     with _atomic(model, optimizer, _nnx_modules.instances_in(args, nnx.Module)):
         value, gradients = differentiate(model, *args)
         given = {"value": value[0] if has_aux else value, **(extra_args or {})}
@@ -264,6 +273,34 @@ def train_step(
         takes_more = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
         nnx.Optimizer.update(optimizer, model, gradients, **(given if takes_more else {}))
     return value
+
+
+def _check_is_lowered(
+    optimizer: nnx.Optimizer[Any], loss_fn: Callable[..., Any], model: nnx.Module, args: Any
+) -> None:
+    """Warns if an optimizer was made for a half policy, and the loss has only float32 products.
+
+    A marked function or module has something in half. Any other, such as a model whose author wrote
+    casts, is traced.
+    """
+    half = lowered_to(optimizer.tx.update)
+    if half is None or not is_half(half) or lowered_to(loss_fn) is not None:
+        return
+    if any(lowered_to(node) is not None for _, node in nnx.iter_graph(model)):
+        return
+    call = ArrayCall(
+        _nnx_modules.of_split_modules(loss_fn), _nnx_modules.split_modules((model, *args))
+    )
+    equations = (each.equation for each in walk(jax.make_jaxpr(call.results)(*call.arrays).jaxpr))
+    dtypes = {dtype_of(x) for e in equations if is_product(e) for x in e.invars}
+    if dtypes and not any(map(is_half, filter(None, dtypes))):
+        warnings.warn(
+            f"The optimizer was made for {half}, but all products of the loss are float32: the "
+            "model trains in float32. Pass the view, train_step(loss_fn, autocast(model, "
+            "policy), optimizer, ...), or wrap the loss with the autocast of this adapter.",
+            NoHalfProductWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
 def scaled_value_and_grad(

@@ -12,7 +12,7 @@ from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._scales import NoOpLossScale, torch_loss_scale
-from jmp.policy import Policy, get_policy, refuse_float8
+from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms import _half_parameters
 from jmp.transforms._loss_scaling import WithLossScaleState, with_loss_scale
@@ -95,6 +95,7 @@ def mixed_precision(
         raise wrong(ValueError, "mixed_precision", masters, expected, name="masters")
     tx = with_loss_scale(store(inner), loss_scale, axis_name=axis_name)
     if masters == "none":
+        mark_lowered(tx.update, policy.compute_dtype)
         return tx
 
     def init(params: optax.Params) -> WithLossScaleState:
@@ -108,7 +109,7 @@ def mixed_precision(
         _refuse_without_master(params, state, policy)
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, mark_lowered(update, policy.compute_dtype))
 
 
 def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:

@@ -522,3 +522,52 @@ def test_an_optimizer_says_whether_its_last_step_was_taken(policy):
     assert adapter.grads_finite(optimizer) == (policy == "mixed_bfloat16")  # nothing is checked
     with pytest.raises(TypeError, match="expected an nnx.Optimizer"):
         adapter.grads_finite(model)
+
+
+@pytest.mark.parametrize("masters", [None, "none"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_model_in_the_place_of_its_view_is_warned_of(policy, masters):
+    model = linear()
+    tx = transforms.mixed_precision(optax.sgd(0.1), policy, masters=masters)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with pytest.warns(jmp.NoHalfProductWarning, match=r"trains in float32. Pass the view"):
+        adapter.train_step(squared, model, optimizer, BATCH)
+
+
+def linear():
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+class ByHand(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.eye(2))
+
+    def __call__(self, x):
+        return (x.astype(jnp.float16) @ self.kernel[...].astype(jnp.float16)).astype(jnp.float32)
+
+
+def view_inside():
+    return nnx.Sequential(adapter.autocast(linear(), "mixed_float16"))
+
+
+def without_products(model, x):
+    return (model.kernel[...] ** 2).sum() + 0 * model.bias[...].sum()
+
+
+HALF_OR_NO_PRODUCTS = {
+    "by hand": (ByHand, squared, "mixed_float16"),
+    "view inside": (view_inside, squared, "mixed_float16"),
+    "autocast": (linear, adapter.autocast(squared, "mixed_float16"), "mixed_float16"),
+    "no products": (linear, without_products, "mixed_float16"),
+    "float32": (linear, squared, "float32"),
+}
+
+
+@pytest.mark.parametrize("how", HALF_OR_NO_PRODUCTS)
+def test_what_has_a_half_product_or_none_at_all_is_not_warned_of(how):
+    make, loss, policy = HALF_OR_NO_PRODUCTS[how]
+    model = make()
+    tx = transforms.mixed_precision(optax.sgd(0.1), policy)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    adapter.train_step(loss, model, optimizer, BATCH)  # a warning is an error in tests
+    assert int(optimizer.step[...]) == 1
