@@ -121,7 +121,6 @@ RULES = [
     Rule("half between islands", {"_islands.half_between": lambda *_: set()}),
     Rule("numbers are repeated inside", {"_islands.repeated_numbers": lambda _: []}),
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
-    Rule("weights are summed after turns", {"kinds.loops.probed": lambda *_: None}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),
     Rule("islands leave half", {"_level.Level.leaves_half": lambda *_: False}),
     Rule("only what feeds is half", {"_facts.feeding_values": _all_values}),

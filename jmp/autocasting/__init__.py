@@ -14,7 +14,7 @@ The way of a program, and the files that it comes through:
     of its own;
   - passes (`_passes`) change steps: `targets/` has a tuple of them for each kind of hardware, some
     of which are those of `attention/` and `float8/`;
-  - `_emit` runs the steps and decides nothing, with `_lowerings` and `_weight_sums`;
+  - `_emit` runs the steps and decides nothing, with `_lowerings`;
     `_operations` reads the steps, for reports.
 """
 

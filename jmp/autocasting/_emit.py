@@ -32,7 +32,6 @@ from jmp.autocasting._steps import (
     Step,
     Unplanned,
 )
-from jmp.autocasting._weight_sums import run_probed
 from jmp.dtypes import FLOAT32
 
 # The name of the function that a recomputed island is traced from: diagnostics tell by it such a
@@ -123,13 +122,10 @@ def _run_nested(step: Nested, environment: Environment) -> Any:
 
 def _bound(step: Nested, operands: Sequence[Any]) -> Any:
     """Returns the results of one form of a nested equation."""
-    equation, kind, body = step.node.equation, kind_of(step.node.name), step.probed
-    if body is not None:
-        params, function = equation.params, _as_function(body.plan)
-        shorter = equation.replace(params=dict(_jax_compat.with_length(params, body.turns)))
-        some_turns = lambda operands: kind.emit(shorter, operands, [function])
-        return run_probed(some_turns, _jax_compat.Scan.of(params), body, operands)
-    return kind.emit(equation, operands, list(map(_as_function, step.insides)))
+    functions = list(map(_as_function, step.insides))
+    if step.lowering is not None:
+        return step.lowering(step, operands, functions)
+    return kind_of(step.node.name).emit(step.node.equation, operands, functions)
 
 
 def _run_island(island: Island, environment: Environment) -> None:

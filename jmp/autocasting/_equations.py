@@ -9,7 +9,7 @@ Some equations are written in another primitive before anything is planned:
 - A psum over axes of the array itself, as vmap makes it, is a plain sum.
 - What the body of a scan joins of its constants is joined before the scan. The LSTM of Flax joins
   the kernels of its gates in each turn. Joined before the loop they are one weight: it is rounded
-  once, and its gradient is one product (`_weight_sums`).
+  once, and its gradient is one product (`targets/_weight_sums`).
 """
 
 import dataclasses

@@ -124,7 +124,7 @@ class Nested(NamedTuple):
     # The same loop as it runs where it is differentiated, if that differs: its weights come in as
     # float32, and its buffers are float32; see `kinds.loops`.
     differentiated: "Nested | None" = None
-    probed: "Probed | None" = None  # its body with gradients of weights after it
+    lowering: "NestedLowering | None" = None  # None: its kind emits it
 
     def rounding(self, weights: Sequence[bool], half: np.dtype) -> "Nested":
         """Returns a loop whose weights are rounded before it, where it is not differentiated.
@@ -134,29 +134,15 @@ class Nested(NamedTuple):
         """
         # JAX takes no effects in a custom derivative, which chooses the form.
         if self.node.equation.effects or not any(weights):
-            return self._replace(probed=None)
+            return self
         pairs = zip(self.reads, weights, strict=True)
         reads = tuple(read._replace(dtype=half) if weight else read for read, weight in pairs)
-        return self._replace(reads=reads, differentiated=self, probed=None)
+        return self._replace(reads=reads, differentiated=self)
 
 
-class Probe(NamedTuple):
-    """An addend to the tangent of a product by a weight in a loop; see `_weight_sums`."""
-
-    position: int  # of the weight, among the constants of the loop
-    weight: Value
-    step: Single  # the product
-    addend: Value
-    other: Value  # the other operand
-    row: int | None  # of which array the other operand is a row; None if of none
-
-
-class Probed(NamedTuple):
-    """A loop's body with probes: further inputs, and what is multiplied as further outputs."""
-
-    plan: "Plan"
-    probes: tuple[Probe, ...]
-    turns: int  # that are stacked for one product
+# Binds a nested equation, if its kind is not to. Given the step, its operands as `step.reads` says,
+# and what stands for each function inside, it returns the results.
+NestedLowering = Callable[[Nested, Sequence[Any], Sequence[Function]], Sequence[Any]]
 
 
 class Island(NamedTuple):
@@ -259,14 +245,13 @@ def nodes_of(step: Step) -> tuple[Node, ...]:
     return step.nodes if isinstance(step, Island) else (step.node,)
 
 
-def on_singles(change: Callable[[Single, Any], Step]) -> Callable[..., list[Step]]:
-    """Returns what a pass runs that changes single equations, each given with its level."""
-    return lambda steps, level: [change(s, level) if isinstance(s, Single) else s for s in steps]
+def on(sort: type[S]) -> Callable[[Callable[[S, Any], Step]], Callable[..., list[Step]]]:
+    """Returns a decorator: of a function of one sort of steps, and their level, it makes a pass."""
 
+    def as_pass(change: Callable[[S, Any], Step]) -> Callable[..., list[Step]]:
+        return lambda steps, level: [change(s, level) if isinstance(s, sort) else s for s in steps]
 
-def on_islands(change: Callable[[Island, Any], Step]) -> Callable[..., list[Step]]:
-    """Returns what a pass runs that changes islands, each given with its level."""
-    return lambda steps, level: [change(s, level) if isinstance(s, Island) else s for s in steps]
+    return as_pass
 
 
 def runnable_order(steps: Sequence[S], outputs: Iterable[Value]) -> list[S]:

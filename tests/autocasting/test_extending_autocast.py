@@ -12,7 +12,7 @@ from jmp import diagnostics
 from jmp.autocasting import register_rule
 from jmp.autocasting._kinds import Kind, register_kind
 from jmp.autocasting._passes import Pass
-from jmp.autocasting._steps import Rewrite, on_islands
+from jmp.autocasting._steps import Island, Rewrite, on
 from testbed.passes import with_first
 from tests.primitives import elementwise
 from tests.products import named
@@ -57,7 +57,7 @@ def test_the_parameter_of_a_new_product_says_its_dtype():
 
 
 def test_a_new_rewrite_is_one_function():
-    @on_islands
+    @on(Island)
     def reciprocal_root(island, level):
         """1 / sqrt(x) as rsqrt(x)."""
         found = {}

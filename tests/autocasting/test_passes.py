@@ -96,11 +96,17 @@ def biased_turns(w, x):
     return jnp.mean((lax.scan(turn, x, None, length=3)[0] @ U) ** 2)
 
 
+def recurrent(w, x):
+    turn = lambda state, row: (jnp.tanh(state @ w + row), None)
+    return jnp.mean((lax.scan(turn, x, jnp.stack([x, -x, x]))[0] @ U) ** 2)
+
+
 # Where each pass acts, and the options of autocast that it takes.
 PROGRAMS = {
     "float8 products": (three_products, {}),
     "float8 is sent": (gathered, {}),
     "float8 bounds": (three_products, {"float8": "all"}),
+    "weights are summed after turns": (recurrent, {}),
     "pick as a sum": (classes, {}),
     "rows in one pass": (lambda w, x: jax.nn.logsumexp(jnp.tanh(x @ w) @ V, axis=1).mean(), {}),
     "softmax from its half result": (attention(32), {}),

@@ -8,8 +8,7 @@ from jax import export
 
 import jmp
 from jmp import diagnostics
-from jmp.autocasting import _weight_sums
-from jmp.autocasting.targets import _cross_entropy
+from jmp.autocasting.targets import _cross_entropy, _weight_sums
 from testbed.machines.gpus import as_if_cudnn
 from testbed.models import MODELS
 from tests.bits import bits

@@ -30,7 +30,7 @@ from jmp import _jax_compat
 from jmp.autocasting._facts import Facts, only_read_by
 from jmp.autocasting._graph import Graph, Node, Value, root
 from jmp.autocasting._level import Level
-from jmp.autocasting._steps import Single, Step, on_singles
+from jmp.autocasting._steps import Single, Step, on
 from jmp.autocasting.float8._arithmetic import Extremes
 from jmp.autocasting.float8._passes import Bounded, ProductInFloat8, products_in_float8
 from jmp.dtypes import FLOAT32
@@ -45,7 +45,7 @@ def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
     products = set(lowerings)
     bounded = bounded_values(functions_of_values(products, level), products, level.graph)
 
-    @on_singles
+    @on(Single)
     def with_its_own(step: Single, _: Level) -> Single:
         if step.node not in products:
             return step

@@ -30,7 +30,7 @@ from jmp.autocasting._lowerings import as_it_is, cast
 from jmp.autocasting._numbers import ValueProvenance, dtype_of, shape_of, size_of
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._sending import sends
-from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
+from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on
 from jmp.autocasting.float8 import _arithmetic
 from jmp.autocasting.float8._arithmetic import E4M3, Bound, Extremes, Float8, ProductForm
 from jmp.dtypes import FLOAT32
@@ -148,7 +148,7 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level; its half products are float8, or say why they are not."""
     shared = _shared_factors(level.graph)
 
-    @on_singles
+    @on(Single)
     def chosen(step: Single, level: Level) -> Single:
         node = step.node
         if not (node.region.multiplies_in_float8 and node.is_product and step.is_half):
@@ -259,7 +259,7 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
             if is_first or node.inputs[0].producer in sent:
                 sent.add(node)
 
-    @on_singles
+    @on(Single)
     def moved(step: Single, _: Level) -> Single:
         if step.node not in sent:
             return step

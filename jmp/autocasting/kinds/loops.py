@@ -53,7 +53,6 @@ from jmp.autocasting._registry import Category, Rule, rule_for
 from jmp.autocasting._request import Settings
 from jmp.autocasting._sending import may_part
 from jmp.autocasting._steps import Function, Nested, Plan, Single
-from jmp.autocasting._weight_sums import probed
 from jmp.dtypes import FLOAT32
 
 # Carries.
@@ -216,7 +215,7 @@ class ScanKind(Kind):
         """Decides the dtype of each carry first, then plans the body."""
         scan, (inside,) = _jax_compat.Scan.of(node.params), node.insides
         closed, before, rows = scan.split(list(map(level.info, node.inputs)))
-        constants, values, arrays = scan.split(inside.inputs)
+        constants, values, _ = scan.split(inside.inputs)
         streams = _streams(inside.graph, values, before, node, level.half)
         in_half, buffers = carried_in_half(inside, node, level, streams)
 
@@ -244,10 +243,6 @@ class ScanKind(Kind):
                 node, [plan], stores, [None if v in weights else dtype for v, dtype in pairs]
             )
             rounded = weights.intersection(constants)  # before the loop
-            if has_gradient and rounded and not any(map(_jax_compat.has_named_axes, node.inputs)):
-                by_turn = [v if v in rounded else None for v in constants]
-                sums = probed(plan, by_turn, values, arrays, scan.length)
-                nested = nested._replace(probed=sums)
             return nested.rounding([v in rounded for v in inside.inputs], level.half)
 
         if not any(buffers):

@@ -42,7 +42,7 @@ from jmp.autocasting._facts import Shift, Softmax, is_row_reduction, softmaxes_w
 from jmp.autocasting._graph import Node, downstream
 from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import length_of
-from jmp.autocasting._steps import Island, Rewrite, on_islands
+from jmp.autocasting._steps import Island, Rewrite, on
 
 KEPT_ROWS = "autocast_rows"
 GPUS = ("cuda", "rocm")
@@ -54,7 +54,7 @@ LONG = 1 << 14
 SHORT = 32
 
 
-@on_islands
+@on(Island)
 def sums_in_one_pass(island: Island, level: Level) -> Island:
     """Rewrites the sums of a softmax; keeps them, its maxima, and all that reduces long rows."""
     if not island.is_recomputed:
@@ -185,7 +185,7 @@ def _together(one: Any, other: Any) -> tuple[Any, Any]:
 LARGE = 1 << 14
 
 
-@on_islands
+@on(Island)
 def pick_as_sum(island: Island, level: Level) -> Island:
     """Rewrites gathers of exactly one element of each row of a large float32 array."""
     if not level.context.has_gradient:

@@ -35,7 +35,7 @@ from jmp.autocasting._facts import Shift, softmaxes_within
 from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._level import Level
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Island, Rewrite, on_islands
+from jmp.autocasting._steps import Island, Rewrite, on
 from jmp.dtypes import FLOAT32
 
 KEPT_WEIGHTS = "autocast_softmax"
@@ -47,7 +47,7 @@ VECTOR = 128
 # On GPUs.
 
 
-@on_islands
+@on(Island)
 def softmax_from_half_result(island: Island, level: Level) -> Island:
     """Rewrites the last step of a softmax that leaves in half, all of it in one island."""
     if not island.is_recomputed:
@@ -98,7 +98,7 @@ def _sums(array: Any, rows: int) -> Any:
 # On TPUs.
 
 
-@on_islands
+@on(Island)
 def softmax_of_half_scores(island: Island, level: Level) -> Island:
     """Rewrites masks and scales of half scores, and the difference from their maximum, for TPUs."""
     half, inside, in_half = level.half, set(island.nodes), island.written_in(level.half)

@@ -14,16 +14,17 @@ from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, repeated, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import Environment, Island, Read, Single, on_islands, on_singles
+from jmp.autocasting._steps import Environment, Island, Read, Single, on
 from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
 from jmp.autocasting.targets._padding import pad_softmaxes
 from jmp.autocasting.targets._softmax import softmax_from_half_result
+from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
 from jmp.dtypes import FLOAT32
 
 
-@on_islands
+@on(Island)
 def keep_apart(island: Island, level: Level) -> Island:
     """Returns an island; if it is elementwise, its recomputation stands behind a barrier.
 
@@ -58,7 +59,7 @@ def add_bias(
     return with_derivative(add, derivative)(*operands)
 
 
-@on_singles
+@on(Single)
 def add_biases_in_loops(step: Single, level: Level) -> Single:
     """Returns a step; it does not repeat a bias that is the same at each turn of a loop.
 
@@ -90,6 +91,11 @@ GPU = HardwareTarget(
         # that a fused attention replaces.
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
+        Pass(
+            "weights are summed after turns",
+            "gradients of weights in loops",
+            sum_weights_after_turns,
+        ),
         Pass("pick as a sum", "", pick_as_sum),
         Pass("softmax from its half result", "gradients of scores", softmax_from_half_result),
         Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),

@@ -23,16 +23,17 @@ from jmp.autocasting._lowerings import (
 )
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import Environment, Read, Single, on_singles
+from jmp.autocasting._steps import Environment, Read, Single, on
 from jmp.autocasting.attention import PALLAS, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._softmax import softmax_of_half_scores
+from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
 from jmp.dtypes import FLOAT32
 
 # Biases.
 
 
-@on_singles
+@on(Single)
 def add_up_biases_by_products(step: Single, level: Level) -> Single:
     """Returns a step; the gradient of a bias that it reads is a product with ones.
 
@@ -95,7 +96,7 @@ def repeated_by_product(row: Any, shape: Sequence[Any], half: np.dtype) -> Any:
 # VAE with three transposed convolutions 20 %.
 
 
-@on_singles
+@on(Single)
 def exchange_kernels(step: Single, level: Level) -> Single:
     """Returns a step; if it is a half convolution that spreads, it is lowered in that order."""
     if not (step.is_half and step.lowering is None and spreads(step.node)):
@@ -213,6 +214,11 @@ TPU = HardwareTarget(
     (
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
+        Pass(
+            "weights are summed after turns",
+            "gradients of weights in loops",
+            sum_weights_after_turns,
+        ),
         Pass("softmax of half scores", "softmaxes", softmax_of_half_scores),
         Pass("biases add up by products", "gradients of biases", add_up_biases_by_products),
         Pass("kernels of convolutions that spread", "gradients of kernels", exchange_kernels),

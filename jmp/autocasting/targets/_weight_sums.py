@@ -11,9 +11,9 @@ computed before the loop of tangents. The transpose of that is the product behin
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,12 @@ from jmp import _jax_compat
 from jmp._array_calls import replaced
 from jmp.autocasting._facts import Info
 from jmp.autocasting._graph import Value, reached
+from jmp.autocasting._kinds import kind_of
+from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, jvp, weight_product_p
 from jmp.autocasting._numbers import has_symbols
-from jmp.autocasting._steps import Environment, Plan, Probe, Probed, Single, nodes_of
+from jmp.autocasting._steps import Environment, Function, Nested, Plan, Single, nodes_of, on
+from jmp.dtypes import FLOAT32
 
 # How many numbers the products of a turn may have for each number of their weights. With 2, a GRU
 # of width 256 and batch 512 holds 37 % more memory to move 6 % fewer bytes.
@@ -54,48 +57,52 @@ def _with_addend(result: Any, addend: Any) -> Any:
 _with_addend.defjvp(lambda primals, tangents: (_with_addend(*primals), lax.add(*tangents)))
 
 
-def probed(
-    plan: Plan,
-    weights: Sequence[Value | None],
-    carries: Sequence[Value],
-    rows: Sequence[Value],
-    turns: Any,
-) -> Probed | None:
-    """Returns the plan of a scan's body with a probe for each product by a weight.
+class Probe(NamedTuple):
+    """An addend to the tangent of a product by a weight in a loop."""
 
-    Args:
-      plan: of the body.
-      weights: for each constant of the scan its value in the body if it is a weight, else None.
-      carries, rows: the values that carries and rows of arrays come in as.
-      turns: of the scan, an integer or a symbol.
+    position: int  # of the weight, among the constants of the loop
+    weight: Value
+    step: Single  # the product
+    addend: Value
+    other: Value  # the other operand
+    array: int | None  # the operand of the loop that the other one is a row of; None for no row
 
-    Returns: None if no weight has only such products, or if the weights are small beside their
-      results.
+
+@on(Nested)
+def sum_weights_after_turns(loop: Nested, level: Level) -> Nested:
+    """Returns a loop; if it is a scan, its weights have their gradients after its turns."""
+    form = loop.differentiated
+    if form is None or form.node.name != "scan" or not level.context.has_gradient:
+        return loop
+    if any(map(_jax_compat.has_named_axes, form.node.inputs)):
+        return loop
+    return loop._replace(differentiated=_probed(form))
+
+
+def _probed(loop: Nested) -> Nested:
+    """Returns a scan with a probe for each product by a weight.
+
+    It stays as it is if no weight has only such products, or if the weights are small beside the
+    results of these.
     """
-    half = plan.request.settings.compute_dtype
+    (plan,), (inside,) = loop.insides, loop.node.insides
+    assert isinstance(plan, Plan)
+    scan = _jax_compat.Scan.of(loop.node.params)
+    constants, carries, arrays = scan.split(inside.inputs)
+    first_row = len(constants) + len(carries)
+    rows = {value: first_row + index for index, value in enumerate(arrays)}
+    probes: list[Probe] = []
     # A factor that is the same at each turn, such as another weight, is not stacked.
     results = lambda value: [result for user in value.users for result in user.outputs]
-    moving = set(reached([*carries, *rows], results))
-    probes: list[Probe] = []
-    for position, weight in enumerate(weights):
-        if weight is None:
-            continue
-        found = []
-        for step in (s for s in plan.steps if any(read.value is weight for read in s.reads)):
-            if not (isinstance(step, Single) and _is_plain_product(step, half)):
-                break
-            other = step.node.inputs[1 - step.node.inputs.index(weight)]
-            if other not in moving:
-                break
-            row = rows.index(other) if other in rows else None
-            addend = Value(step.node.outputs[0].aval)
-            found.append(Probe(position, weight, step, addend, other, row))
-        else:
-            probes += found
-    together = _turns_together(turns)
+    moving = set(reached([*carries, *arrays], results))
+    for position, (weight, read) in enumerate(zip(constants, loop.reads, strict=False)):
+        if weight.is_float32 and read.dtype is None:  # a weight comes in as it is
+            probes += _probes_of(weight, position, plan, moving, rows)
+    turns = _turns_together(scan.length)
     of_weights = sum({probe.position: probe.weight.size for probe in probes}.values())
-    if together is None or sum(p.addend.size for p in probes) > MOST_RESULTS * of_weights:
-        return None
+    is_large = sum(p.addend.size for p in probes) > MOST_RESULTS * of_weights
+    if not probes or turns is None or is_large:
+        return loop
     stacked = _multiplied_values(probes)
     graph = dataclasses.replace(
         plan.graph,
@@ -106,28 +113,50 @@ def probed(
         probe.step.node: probe.step._replace(lowering=partial(multiply_with_addend, probe.addend))
         for probe in probes
     }
-    return Probed(
-        plan._replace(
-            graph=graph,
-            reads=(*plan.reads, *(None for _ in probes)),
-            steps=tuple(lowered.get(nodes_of(step)[0], step) for step in plan.steps),
-            infos=(*plan.infos, *(Info(None, False) for _ in stacked)),
-        ),
-        tuple(probes),
-        together,
+    body = plan._replace(
+        graph=graph,
+        reads=(*plan.reads, *(None for _ in probes)),
+        steps=tuple(lowered.get(nodes_of(step)[0], step) for step in plan.steps),
+        infos=(*plan.infos, *(Info(None, False) for _ in stacked)),
     )
+    return loop._replace(insides=(body,), lowering=partial(run_in_parts, probes, turns))
+
+
+def _probes_of(
+    weight: Value, position: int, plan: Plan, moving: Set[Value], rows: Mapping[Value, int]
+) -> list[Probe]:
+    """Returns a probe for each step that reads a weight; none unless all are plain products.
+
+    Args:
+      position: of the weight, among the constants of the loop.
+      plan: of the body.
+      moving: what differs from turn to turn.
+      rows: the rows of arrays, and the places of these among the operands of the loop.
+    """
+    found = []
+    for step in plan.steps:
+        if all(read.value is not weight for read in step.reads):
+            continue
+        if not (isinstance(step, Single) and _is_plain_product(step)):
+            return []
+        other = step.node.inputs[1 - step.node.inputs.index(weight)]
+        if other not in moving:
+            return []
+        addend = Value(step.node.outputs[0].aval)
+        found.append(Probe(position, weight, step, addend, other, rows.get(other)))
+    return found
 
 
 def _multiplied_values(probes: Sequence[Probe]) -> list[Value]:
     """Returns what is multiplied and is no row, each once."""
-    return list(dict.fromkeys(probe.other for probe in probes if probe.row is None))
+    return list(dict.fromkeys(probe.other for probe in probes if probe.array is None))
 
 
-def _is_plain_product(step: Single, half: np.dtype) -> bool:
+def _is_plain_product(step: Single) -> bool:
     """Returns whether a step is a half product of two values, bound as it stands."""
     left, right, *_ = step.node.inputs if len(step.node.inputs) == 2 else (None, None)
     is_plain = step.node.name == "dot_general" and step.is_half and step.lowering is None
-    return is_plain and left is not right and step.stores == (half,)
+    return is_plain and left is not right and step.stores != (FLOAT32,)
 
 
 def _turns_together(turns: Any) -> int | None:
@@ -139,48 +168,55 @@ def _turns_together(turns: Any) -> int | None:
     return next((n for n in range(MOST_TURNS, 1, -1) if turns % n == 0), None)
 
 
-def run_probed(
-    run: Callable[[Sequence[Any]], list[Any]],
-    scan: _jax_compat.Scan,
-    body: Probed,
+def run_in_parts(
+    probes: Sequence[Probe],
+    turns: int,
+    loop: Nested,
     operands: Sequence[Any],
+    functions: Sequence[Function],
 ) -> list[Any]:
-    """Runs a scan whose weights have their gradients after every `body.turns` turns.
+    """Runs a scan whose weights have their gradients after every `turns` turns."""
+    scan, equation = _jax_compat.Scan.of(loop.node.params), loop.node.equation
+    shorter = equation.replace(params=dict(_jax_compat.with_length(equation.params, turns)))
 
-    Args:
-      run: so many turns with probes, given the operands and the probes' addends. It returns also
-        what was multiplied and is no row, stacked.
-      scan: the parameters.
-      body: of it.
-      operands: of the scan.
-    """
-    if body.turns == scan.length:
-        return _some_turns(run, scan, body, operands)
+    def some_turns(operands: Sequence[Any]) -> list[Any]:
+        run = lambda operands: kind_of("scan").emit(shorter, operands, functions)
+        return _some_turns(run, probes, turns, len(loop.stores), operands)
+
+    if turns == scan.length:
+        return some_turns(operands)
     constants, carries, arrays = scan.split(operands)
 
     def part(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = _some_turns(run, scan, body, [*constants, *carry, *rows])
+        results = some_turns([*constants, *carry, *rows])
         return results[: scan.n_carry], results[scan.n_carry :]
 
-    count = scan.length // body.turns
-    parts = [x.reshape(count, body.turns, *x.shape[1:]) for x in arrays]
+    count = scan.length // turns
+    parts = [x.reshape(count, turns, *x.shape[1:]) for x in arrays]
     carry, stacked = lax.scan(part, carries, parts, length=count, reverse=scan.reverse)
     return [*carry, *(x.reshape(scan.length, *x.shape[2:]) for x in stacked)]
 
 
 def _some_turns(
     run: Callable[[Sequence[Any]], list[Any]],
-    scan: _jax_compat.Scan,
-    body: Probed,
+    probes: Sequence[Probe],
+    turns: int,
+    count: int,
     operands: Sequence[Any],
 ) -> list[Any]:
-    half, probes = body.plan.request.settings.compute_dtype, body.probes
+    """Runs so many turns, with the gradients of their weights as products after them.
+
+    Args:
+      run: the turns with probes, given the operands and the probes' addends. It returns also what
+        was multiplied and is no row, stacked.
+      count: how many results the loop has.
+    """
+    half = probes[0].step.stores[0]
     weights = {probe.position for probe in probes}
     others = _multiplied_values(probes)
-    count = len(body.plan.stores) - len(others)
 
     def zeros() -> list[Any]:
-        return [jnp.zeros((body.turns, *probe.addend.aval.shape), half) for probe in probes]
+        return [jnp.zeros((turns, *probe.addend.aval.shape), half) for probe in probes]
 
     def without_addends(*operands: Any) -> list[Any]:
         return run([*operands, *zeros()])[:count]
@@ -197,19 +233,18 @@ def _some_turns(
 
         addends = zeros()
         results, tangents_of = jax.linearize(of_moving, [primals[i] for i in moving], addends)
-        arrays, stacked = scan.split(primals)[2], dict(zip(others, results[count:], strict=True))
+        stacked = dict(zip(others, results[count:], strict=True))
         changes = []
         for probe, zero in zip(probes, addends, strict=True):
-            row = probe.row
-            other = cast(stacked[probe.other] if row is None else arrays[row], half)
+            rows = stacked[probe.other] if probe.array is None else primals[probe.array]
             weight = tangents[probe.position]
             is_moving = not is_zero[probe.position]
-            changes.append(_stacked_product(probe, other, weight) if is_moving else zero)
+            changes.append(_stacked_product(probe, cast(rows, half), weight) if is_moving else zero)
         return results[:count], tangents_of([tangents[i] for i in moving], changes)[:count]
 
-    turns = jax.custom_jvp(without_addends)
-    turns.defjvp(rule, symbolic_zeros=True)
-    results: list[Any] = turns(*operands)
+    differentiable = jax.custom_jvp(without_addends)
+    differentiable.defjvp(rule, symbolic_zeros=True)
+    results: list[Any] = differentiable(*operands)
     return results
 
 
