@@ -14,7 +14,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting import _products
-from jmp.autocasting._constants import looks_up_once
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
@@ -153,10 +152,6 @@ class _Flattening:
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := _products.why_exact(equation, operands):
                 rule = Rule(Category.FULL, why)
-        elif rule.sums_backward and equation.primitive.name == "gather":
-            if looks_up_once(equation, operands):
-                equation = equation.replace(params={**equation.params, "unique_indices": True})
-                rule = rule_of(equation, settings)
         holds = _jax_compat.holds_functions(equation)
         inner = tuple(inner_equations(equation)) if holds else None
         provenance = _products.provenance_of_results(equation, inner, rule, operands)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._constants import is_identity, is_pointwise, keeps_places
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
+from jmp.autocasting.attention._constants import is_identity, is_pointwise, keeps_places
 
 
 class Label(NamedTuple):

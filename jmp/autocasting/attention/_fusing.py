@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp.autocasting._constants import constant_of
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._level import Level
@@ -28,6 +27,7 @@ from jmp.autocasting._steps import (
     runnable_order,
 )
 from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
+from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._kernels import Booleans, Kernel, KernelForm, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,

@@ -20,7 +20,6 @@ at the second product, goes back to the division of a softmax, and from there to
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jmp.autocasting._constants import constant_of
 from jmp.autocasting._facts import Softmax
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
@@ -37,6 +36,7 @@ from jmp.autocasting.attention._axes import (
     own_axes,
     source_of,
 )
+from jmp.autocasting.attention._constants import constant_of
 
 # The largest number that a mask may put in place of a score: beside any score that is left its
 # exponential is zero.

@@ -18,6 +18,7 @@ from jmp.autocasting._steps import Environment, Island, Read, Single, on
 from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
+from jmp.autocasting.targets._lookups import look_up_once
 from jmp.autocasting.targets._padding import pad_softmaxes
 from jmp.autocasting.targets._softmax import softmax_from_half_result
 from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
@@ -91,6 +92,7 @@ GPU = HardwareTarget(
         # that a fused attention replaces.
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
+        Pass("rows that are read once", "", look_up_once),
         Pass(
             "weights are summed after turns",
             "gradients of weights in loops",

@@ -26,6 +26,7 @@ from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Environment, Read, Single, on
 from jmp.autocasting.attention import PALLAS, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
+from jmp.autocasting.targets._lookups import look_up_once
 from jmp.autocasting.targets._softmax import softmax_of_half_scores
 from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
 from jmp.dtypes import FLOAT32
@@ -214,6 +215,7 @@ TPU = HardwareTarget(
     (
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
+        Pass("rows that are read once", "", look_up_once),
         Pass(
             "weights are summed after turns",
             "gradients of weights in loops",

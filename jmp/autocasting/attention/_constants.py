@@ -1,20 +1,19 @@
-"""The numbers of values that depend on no argument of the program: causal masks, rows looked up.
+"""The numbers of values that depend on no argument of the program, such as causal masks.
 
 They are computed when the program is planned. Along an axis on which a value only repeats they have
 length one, so that the mask of a batch is no larger than the mask of one example.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, reached
-from jmp.autocasting._numbers import LOOKED_AT, has_symbols, shape_of, size_of
+from jmp.autocasting._numbers import has_symbols, shape_of
 
 # Larger ones are computed when the program runs. A causal mask over 8192 tokens has 2**26 numbers,
 # which NumPy computes in 0.3 s; one over 4096 tokens takes 0.04 s.
@@ -172,28 +171,3 @@ def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
 
 def _counted_along(shape: tuple[int, ...], axis: int) -> Numbers:
     return np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-
-
-# Lookups.
-
-
-def looks_up_once(equation: JaxprEqn, operands: Sequence[Value]) -> bool:
-    """Returns whether a gather takes each number once at most: constant indices that differ.
-
-    These are, for instance, NumPy's of a triangle, or `jnp.arange`. A sort's are not looked at.
-    """
-    table, indices = operands
-    params, shapes = equation.params, (shape_of(table), shape_of(indices))
-    axes = params["dimension_numbers"].start_index_map
-    if not axes or params["dimension_numbers"].operand_batching_dims:  # an element of each row
-        return False
-    if any(map(has_symbols, shapes)) or any(params["slice_sizes"][axis] != 1 for axis in axes):
-        return False
-    numbers = constant_of(indices, at_once=True) if size_of(shapes[1]) <= LOOKED_AT else None
-    if numbers is None:
-        return False
-    places = np.broadcast_to(numbers, shapes[1]).reshape(-1, len(axes))
-    lengths = [shapes[0][axis] for axis in axes]
-    if np.any(places < 0) or np.any(places >= lengths):
-        return False  # what lies beyond the end may be taken for the last one
-    return len(np.unique(np.ravel_multi_index(tuple(places.T), lengths))) == len(places)
