@@ -10,7 +10,7 @@ half operands with a float32 result, which XLA then adds up between devices in f
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
@@ -125,79 +124,13 @@ def send_in_half(step: Single, operands: Sequence[Any], _: Environment) -> list[
     return as_it_is(step)(lax.optimization_barrier(operands))
 
 
-class Parts(NamedTuple):
-    """How devices divide the rows of a lookup along their first axis."""
-
-    number: int
-    axes: tuple[str, ...]  # of the mesh
-    mesh: Any
-
-
-def move_with_wide_gradient(
-    half: np.dtype,
-    parts: Parts | None,
-    is_sent: bool,
-    step: Single,
-    operands: Sequence[Any],
-    _: Environment,
-) -> list[Any]:
-    """Moves the first operand in half, by indices perhaps; the transpose runs in float32.
-
-    Args:
-      parts: of a lookup's rows: the gradient of each adds up in float32, and is rounded before
-        those of all are added up.
-      is_sent: whether devices send it each other.
-    """
-
-    def move(arrays: Sequence[Any]) -> list[Any]:
-        return as_it_is(step)(lax.optimization_barrier(arrays) if is_sent else arrays)
-
-    def forward(rounded: Any, _: Any, *indices: Any) -> list[Any]:
-        return cast_all(move([rounded, *indices]), step.stores)
-
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        # The rounded array changes as the array does.
-        change, indices = cast(tangents[1], FLOAT32), primals[2:]
-        if parts is not None:
-            rows = _look_up_in_parts(move, change, indices[0], half, parts)
-            return cast_all([rows], step.stores)
-        # XLA would make one scatter of a lookup's gradient and what is added to it, and gather
-        # that for it.
-        return cast_all(move([lax.optimization_barrier(change), *indices]), step.stores)
-
-    # Rounded outside: one cast for the forward and the backward pass, and for a second
-    # derivative.
-    rounded = cast(operands[0], half)
-    return with_derivative(forward, derivative)(rounded, *operands)
-
-
-def _look_up_in_parts(
-    run: Callable[..., list[Any]], table: Any, indices: Any, half: np.dtype, parts: Parts
-) -> Any:
-    """Looks rows up in one copy of the table for each part of the indices.
-
-    XLA adds up over devices directly behind a scatter, in its dtype. The transpose of this has one
-    scatter for each part. Each device holds one of them, which is as large as the single scatter
-    would be. It is rounded, and then added up over devices.
-    """
-    one_each = PartitionSpec(parts.axes, *[PartitionSpec.UNCONSTRAINED] * table.ndim)
-    tables = lax.with_sharding_constraint(
-        lax.broadcast(cast(table, half), (parts.number,)), NamedSharding(parts.mesh, one_each)
-    )
-    length, *others = indices.shape
-    divided = indices.reshape(parts.number, length // parts.number, *others)
-    (rows,) = jax.vmap(lambda *operands: run(operands))(cast(tables, FLOAT32), divided)
-    return rows.reshape(length, *rows.shape[2:])
-
-
-def multiply_in_half(
-    half: np.dtype, step: Single, operands: Sequence[Any], _: Environment
-) -> list[Any]:
+def multiply_in_half(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
     """Returns a `dot_general` in half, with float32 gradients for operands that are float32.
 
     A float32 result is what tensor cores have added up. Products of the backward pass have half
     operands in any case.
     """
+    half: Any = step.params["preferred_element_type"]
     result: Any = step.stores[0]
     wide = [i for i in (0, 1) if operands[i].dtype == FLOAT32]
     narrow = [i for i in (0, 1) if i not in wide]

@@ -21,13 +21,15 @@ from jmp.autocasting._precision import asked_for
 from jmp.autocasting._products import WHY_EXACT
 from jmp.autocasting._propagation import scope_of, walk_inside
 from jmp.autocasting._registry import NO_RULE, is_low
-from jmp.autocasting._sending import WHY_NOT_WIDE
 from jmp.autocasting._steps import Fused, Island, Plan, Ran, Single, nodes_of, steps_of
 
 SATURATED = (
     "an array that is added or selected is held within float16's range, in case it is a mask: a "
     "row that is masked throughout stays finite"
 )
+
+# A pass says it of products (`targets/_wide_gradients`).
+WHY_NOT_WIDE = "float32 gradients were asked for, which this product cannot give"
 
 NOT_HALF = frozenset({"float32", "float64", "complex64", "complex128"})
 

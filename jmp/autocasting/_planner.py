@@ -201,31 +201,21 @@ class Planner(Level):
         held = map(self.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
         if any(each.exceeds_half for each in held):
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
-        if not _sending.may_be_sent(node):
-            return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
-        parts = None if node.region.reduces_in_float32 else _sending.parts_of_rows(node)
-        why = _sending.WHY_IN_PARTS if parts else _sending.WHY_LOOKUP
-        lowering = partial(_lowerings.move_with_wide_gradient, self.half, parts, False)
-        return self._wide(node, why)._replace(lowering=lowering)
+        return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
 
     def _product(self, node: Node) -> Single:
-        """Returns a half product; parameters, or its result, are float32 if sums need it."""
+        """Returns a half product; its result is float32 if sums need it."""
         magnitudes = list(map(self.magnitude, node.inputs))
-        is_asked, is_dot = _sending.asks_for_wide(node, self.facts), node.name == "dot_general"
-        # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
-        if is_wide := is_asked and is_dot:
-            single = self._wide(node, _sending.WHY_WIDE)
-        else:
-            single = self._single(node, Arithmetic.HALF, _sending.WHY_NOT_WIDE * is_asked)
+        single = self._single(node, Arithmetic.HALF)
         offset = any(magnitude.is_coarse(self.half) for magnitude in magnitudes)
         single = single._replace(reads_offset=offset)
-        if why := self._why_float32_result(node, magnitudes):
-            single = single._replace(why=f"{single.why}; {why}", stores=(FLOAT32,))
-            self.store(node.outputs, single.stores)
-        if not (is_wide or why):
+        why = self._why_float32_result(node, magnitudes)
+        if not why:
             return single
-        in_half = partial(_lowerings.multiply_in_half, self.half)
-        return single._replace(lowering=in_half if is_dot else _lowerings.multiply_to_float32)
+        self.store(node.outputs, (FLOAT32,))
+        is_dot = node.name == "dot_general"
+        lowering = _lowerings.multiply_in_half if is_dot else _lowerings.multiply_to_float32
+        return single._replace(why=f"{single.why}; {why}", stores=(FLOAT32,), lowering=lowering)
 
     def _why_float32_result(self, product: Node, magnitudes: Sequence[Magnitude]) -> str:
         """Returns why the result of a half product is float32; "" if it is half."""
@@ -262,20 +252,11 @@ class Planner(Level):
     def _neutral(self, node: Node, is_sent: bool) -> Single:
         if self._reverses_kernel(node):
             return self._single(node, Arithmetic.HALF)
-        if not is_sent:
+        if not is_sent or node.region.reduces_in_float32:  # a pass sees to the latter
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
-        if not node.region.reduces_in_float32:
-            is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
-            single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
-            return single._replace(lowering=_lowerings.send_in_half) if is_first else single
-        if not _sending.sends(node):
-            return self._single(node, Arithmetic.FLOAT32)
-        # It comes out in float32, as its gradient comes in; products round it once more.
-        single = self._wide(node, _sending.WHY_SENT)
-        lowering = partial(_lowerings.move_with_wide_gradient, self.half, None, True)
-        stores = tuple(value.dtype for value in node.outputs)
-        self.store(node.outputs, stores)
-        return single._replace(stores=stores, lowering=lowering)
+        is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
+        single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
+        return single._replace(lowering=_lowerings.send_in_half) if is_first else single
 
     def _reverses_kernel(self, node: Node) -> bool:
         """Returns whether a node reverses the kernel of one convolution, and of nothing else.
@@ -291,15 +272,6 @@ class Planner(Level):
         (reader,) = result.users
         is_convolution = reader.is_product and reader.name == "conv_general_dilated"
         return result.is_float32 and is_convolution and reader.inputs[1] is result
-
-    def _wide(self, node: Node, why: str) -> Single:
-        """Returns a step in half that reads parameters in float32, for the sake of gradients."""
-        single = self._single(node, Arithmetic.HALF, why)
-        reads = [
-            Read(v, read.dtype if v in self.facts.dependent or self.is_half(v) else FLOAT32)
-            for v, read in zip(node.inputs, single.reads, strict=True)
-        ]
-        return single._replace(reads=tuple(reads))
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:

@@ -9,26 +9,19 @@ nothing may be sent but what the user sends: the maximum of a float8 array over 
 wait for ever for those that went another way. So products there are not float8.
 """
 
-import math
 from collections.abc import Set
 from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp._jax_compat import varying_axes
-from jmp.autocasting._facts import Facts, only_read_by
-from jmp.autocasting._graph import Carry, Graph, Node, Value, downstream, value_of
+from jmp.autocasting._facts import only_read_by
+from jmp.autocasting._graph import Carry, Graph, Node, Value, value_of
 from jmp.autocasting._level import Level
-from jmp.autocasting._lowerings import Parts
 from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category
 
 WHY_SENT = "only products read it afterwards: rounded before it is sent"
-WHY_WIDE = "the gradient of a parameter is float32 before devices add it up"
-WHY_NOT_WIDE = "float32 gradients were asked for, which this product cannot give"
-WHY_LOOKUP = "a table on a mesh: rounded before devices send it, its gradient adds up in float32"
-WHY_IN_PARTS = f"{WHY_LOOKUP} on each device, and is rounded before devices add up theirs"
 
 
 def find_sent(level: Level) -> set[Node]:
@@ -56,52 +49,13 @@ def sends(node: Node) -> bool:
     """
     if not node.rule.sends:
         return False
-    before, after = _mesh_of_value(node.inputs[0]), _mesh_of_value(node.outputs[0])
+    before, after = mesh_of(node.inputs[0]), mesh_of(node.outputs[0])
     return bool(before.empty or before == after)
 
 
-def _mesh_of_value(value: Value) -> Any:
+def mesh_of(value: Value) -> Any:
+    """Returns the mesh that the type of a value names; an empty one if it names none."""
     return value.aval.sharding.mesh
-
-
-def may_be_sent(lookup: Node) -> bool:
-    """Returns whether a lookup stands on a mesh, as far as types say: its table may be sharded."""
-    return any(not _mesh_of_value(value).empty for value in (lookup.inputs[0], *lookup.outputs))
-
-
-def parts_of_rows(lookup: Node) -> Parts | None:
-    """Returns how devices divide the rows of a lookup, where a constraint on them says so.
-
-    Where axes are automatic, types do not say it. Rows divided along a second axis of the indices
-    are left as they are: devices would add up each part first, in float32.
-    """
-    (rows,), dimensions = lookup.outputs, lookup.params["dimension_numbers"]
-    shape, of_table = rows.aval.shape, dimensions.offset_dims
-    passed = downstream(rows, lambda node: node.rule.affine or node.rule.casts)
-    readers = {user for v in passed if v.aval.shape == shape for user in v.users}
-    constraints = [user for user in readers if user.name == "sharding_constraint"]
-    is_plain = shape and 0 not in of_table and not dimensions.operand_batching_dims
-    if not (constraints and is_plain):
-        return None
-    found = min(constraints, key=lambda node: node.index).params["sharding"]
-    if not isinstance(found, NamedSharding):
-        return None
-    divided = {axis: names for axis, names in enumerate(found.spec) if names is not None}
-    names = divided.get(0, PartitionSpec.UNCONSTRAINED)
-    if names is PartitionSpec.UNCONSTRAINED or not {*divided} <= {0, *of_table}:
-        return None
-    names = names if isinstance(names, tuple) else (names,)
-    number = math.prod(found.mesh.shape[name] for name in names)
-    is_even = isinstance(shape[0], int) and shape[0] % number == 0
-    return Parts(number, names, found.mesh) if number > 1 and is_even else None
-
-
-def asks_for_wide(product: Node, facts: Facts) -> bool:
-    """Returns whether a product has a parameter, whose gradient is to be float32."""
-    return product.region.reduces_in_float32 and any(
-        value.is_float32 and value not in facts.dependent and value.varies
-        for value in product.inputs
-    )
 
 
 def _only_products_read(value: Value, graph: Graph, lookups: Set[Node], half: np.dtype) -> bool:

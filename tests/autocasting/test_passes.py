@@ -107,6 +107,7 @@ def recurrent(w, x):
 
 # Where each pass acts, and the options of autocast that it takes.
 PROGRAMS = {
+    "float32 gradients": (biased, {}),
     "float8 products": (three_products, {}),
     "float8 is sent": (gathered, {}),
     "float8 bounds": (three_products, {"float8": "all"}),
@@ -141,6 +142,8 @@ def numbers_and_program(target, name):
     fun, options = PROGRAMS[name]
     half = "mixed_bfloat16" if target is TPU else "mixed_float16"
     policy = "mixed_float8" if "float8" in name else half
+    if name == "float32 gradients":
+        policy += ",r=f32"
     mixed = jmp.autocast(fun, policy, platform=target.platform, **options)
     gradient = jax.value_and_grad(mixed, argnums=(0, 1))
     gpus = ("cpu",) if target is GPU else ("cuda",)

@@ -18,14 +18,15 @@ WHY_ONCE = "its indices are constants that differ, so that its derivative adds u
 @on(Single)
 def look_up_once(step: Single, level: Level) -> Single:
     """Returns a step; a lookup by constant indices that differ reads and writes half."""
-    if step.arithmetic is not Arithmetic.ROUNDED or step.node.name != "gather":
+    node, is_rounded = step.node, step.arithmetic is Arithmetic.ROUNDED
+    if not is_rounded or node.name != "gather" or node in level.facts.embeddings:
         return step
-    if not takes_each_once(step.node):
+    if not takes_each_once(node):
         return step
     return step._replace(
         arithmetic=Arithmetic.HALF,
         why=WHY_ONCE,
-        reads=tuple(Read(v, level.half if v.is_float32 else None) for v in step.node.inputs),
+        reads=tuple(Read(v, level.half if v.is_float32 else None) for v in node.inputs),
         params={**step.params, "unique_indices": True},
     )
 

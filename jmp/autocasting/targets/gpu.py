@@ -22,6 +22,7 @@ from jmp.autocasting.targets._lookups import look_up_once
 from jmp.autocasting.targets._padding import pad_softmaxes
 from jmp.autocasting.targets._softmax import softmax_from_half_result
 from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
+from jmp.autocasting.targets._wide_gradients import widen_gradients
 from jmp.dtypes import FLOAT32
 
 
@@ -90,6 +91,7 @@ GPU = HardwareTarget(
     (
         # Sending depends on which products are float8. Bounds come last, so that they see no steps
         # that a fused attention replaces.
+        Pass("float32 gradients", "gradients of parameters", widen_gradients),
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
         Pass("rows that are read once", "", look_up_once),

@@ -29,6 +29,7 @@ from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_boun
 from jmp.autocasting.targets._lookups import look_up_once
 from jmp.autocasting.targets._softmax import softmax_of_half_scores
 from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
+from jmp.autocasting.targets._wide_gradients import widen_gradients
 from jmp.dtypes import FLOAT32
 
 # Biases.
@@ -213,6 +214,7 @@ of_kernel_p = bilinear(
 TPU = HardwareTarget(
     "tpu",
     (
+        Pass("float32 gradients", "gradients of parameters", widen_gradients),
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
         Pass("rows that are read once", "", look_up_once),
