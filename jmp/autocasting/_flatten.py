@@ -89,8 +89,7 @@ def _level_of(
         if has_kind(node.name):
             node.insides = tuple(_insides(node, request))
     own = () if holder is None else constants
-    graph = Graph(inputs, nodes, outputs, own)
-    return _products.scaled_before(graph) if half == np.float16 else graph
+    return Graph(inputs, nodes, outputs, own)
 
 
 def _insides(node: Node, request: Request) -> Iterator[Inside]:

@@ -1,4 +1,4 @@
-"""Products that are no layers of a network: exact ones, and those whose operands are scaled down.
+"""Products that are no layers of a network: exact ones.
 
 Positions, angles, counts and features are *exact*. Rounding their operands or results to half is an
 error that no tolerance covers: bfloat16 counts to 256 and float16 to 2048, and an angle of 1000 is
@@ -17,30 +17,19 @@ known to 4 in bfloat16. Half models written by hand compute these in float32, an
   hidden layers of a network with sines: by hand these are half as well.
 
 The flattening follows what a value is made of (`ValueProvenance`) from the inputs on.
-
-Scores of an attention are *scaled* before, in float16: `q @ k.T / sqrt(d)` overflows before it is
-divided. The power of two of such a factor goes into the operands, half into each: they are rounded
-after it, as the result was, so no digit changes but those of subnormal numbers. Operands are
-divided by 16 at most, so that few become subnormal. That is done where the result goes to a
-maximum, as that of a softmax does, or to another product: there a number that has become subnormal
-is as good as zero. It is not done where a logarithm or a sum reads the result, nor in a layer,
-whose input would be stored once more.
 """
 
-import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
-from jmp.autocasting._facts import compared_values, reaching, read_otherwise_values
+from jmp.autocasting._facts import reaching
 from jmp.autocasting._graph import Graph, Node, Value
 from jmp.autocasting._kinds import has_kind
 from jmp.autocasting._numbers import (
-    Known,
     ValueProvenance,
     dtype_of,
     is_inexact,
@@ -55,9 +44,6 @@ WHY_TABLE = "a matrix made of constants transforms an input: rounding it would b
 WHY_ANGLE = "its result goes to a function that wraps, such as sin: large angles need all digits"
 
 WHY_EXACT = (WHY_COUNTS, WHY_TABLE, WHY_ANGLE)
-
-WHY_SCALED = "a power of two from behind the product: there it might have overflowed"
-MOST_POWERS = 4  # of two, by which an operand is divided
 
 
 def why_exact(equation: JaxprEqn, operands: Sequence[Value]) -> str:
@@ -183,122 +169,3 @@ def _wraps(equation: JaxprEqn) -> bool:
     if name == "convert_element_type":  # to integers
         return is_inexact(equation.invars[0]) and not is_inexact(equation.outvars[0])
     return rule_for(name).wraps
-
-
-# Products that are scaled before.
-
-
-class _Scaling(NamedTuple):
-    """A node that multiplies or divides the result of a product by a number of the program."""
-
-    node: Node
-    place: int  # of the number among its operands
-    powers: int  # of two that go before the product
-
-
-def scaled_before(graph: Graph) -> Graph:
-    """Divides operands by a power of two that divided the result of their product.
-
-    Args:
-      graph: its nodes are changed.
-    """
-    products = (n for n in graph.nodes if n.name == "dot_general" and n.is_product)
-    scalings = {n: _scaling_behind(n, graph.outputs) for n in products if not _is_layer(n)}
-    if not any(scalings.values()):
-        return graph
-    compared = compared_values(graph, [])
-    others = read_otherwise_values(graph, graph.outputs)
-    changed: list[Node] = []
-    for node in graph.nodes:
-        if (scaling := scalings.get(node)) is not None:
-            (result,) = scaling.node.outputs
-            if result in compared or result not in others:
-                changed += _with_scaled_operands(node, scaling)
-        changed.append(node)
-    return dataclasses.replace(graph, nodes=changed)
-
-
-def _is_layer(product: Node) -> bool:
-    """Returns whether a product is of results and of a parameter: its operands are large."""
-    left, right = product.inputs
-    return left.provenance != right.provenance or not (left.is_float32 and right.is_float32)
-
-
-def _scaling_behind(product: Node, outputs: Sequence[Value]) -> _Scaling | None:
-    """Returns the multiplication or division by a number that is the only reader of a product."""
-    (value,) = product.outputs
-    while value not in outputs and len(value.users) == 1:
-        (user,) = value.users
-        if user.region != product.region or not user.is_fusible:
-            return None
-        if user.rule.affine and not user.rule.linear:  # it multiplies or divides
-            return _scaling_by(user)
-        if not user.rule.hands_on or user.rule.selects:
-            return None
-        (value,) = user.outputs
-    return None
-
-
-def _scaling_by(node: Node) -> _Scaling | None:
-    """Returns how a node scales down by a number that the program holds, if it does."""
-    is_quotient = node.name == "div"
-    for place in (1,) if is_quotient else (0, 1):
-        number = node.inputs[place]
-        if number.literal is None or np.ndim(number.literal) > 0:
-            continue
-        factor = abs(number.constant or 0.0)
-        if factor == 0 or not math.isfinite(factor):
-            return None
-        divisor = factor if is_quotient else 1 / factor
-        powers = min(2 * MOST_POWERS, math.floor(math.log2(divisor)))
-        return _Scaling(node, place, powers) if powers > 0 else None
-    return None
-
-
-def _with_scaled_operands(product: Node, scaling: _Scaling) -> list[Node]:
-    """Returns nodes that scale the operands of a product; changes the product and the factor."""
-    node, place, powers = scaling
-    factor, base = node.inputs[place], 2.0 if node.name == "div" else 0.5
-    rest = _number_like(factor, (factor.constant or 0.0) * base**-powers)
-    _set_operands(node, [rest if i == place else v for i, v in enumerate(node.inputs)])
-    added, operands = [], list(product.inputs)
-    for side, power in enumerate(((powers + 1) // 2, powers // 2)):
-        if power:
-            added.append(_with_factor(product, side, node, _number_like(factor, base**power)))
-            (operands[side],) = added[-1].outputs
-    _set_operands(product, operands)
-    for each in added:
-        (value, _), (scaled,) = each.inputs, each.outputs
-        scaled.users.append(product)
-        value.users[:] = [user for user in value.users if user is not product or value in operands]
-        value.users.append(each)
-    return added
-
-
-def _set_operands(node: Node, operands: Sequence[Value]) -> None:
-    node.inputs = tuple(operands)
-    node.inexact = [value for value in operands if value.is_inexact]
-
-
-def _with_factor(product: Node, side: int, scaling: Node, number: Value) -> Node:
-    """Returns a node that scales an operand of a product as another node scales its result."""
-    variable: Any = product.equation.invars[side]  # a literal is a scalar, which nobody multiplies
-    read = [variable, Literal(number.literal, number.aval)]
-    equation = scaling.equation.replace(invars=read, outvars=[variable])
-    inputs = (product.inputs[side], number)
-    provenance = provenance_of_results(equation, None, scaling.rule, inputs)
-    return dataclasses.replace(
-        product,
-        equation=equation,
-        inputs=inputs,
-        known=Known(provenance=provenance),
-        rule=dataclasses.replace(scaling.rule, reason=WHY_SCALED),
-        has_products=False,
-        is_in_full=False,
-        goes_inside=False,
-    )
-
-
-def _number_like(factor: Value, number: float) -> Value:
-    literal = np.asarray(number, np.float32)[()]
-    return Value(factor.aval, known=Known(number), literal=literal)

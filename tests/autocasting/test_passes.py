@@ -111,6 +111,7 @@ PROGRAMS = {
     "float8 products": (three_products, {}),
     "float8 is sent": (gathered, {}),
     "float8 bounds": (three_products, {"float8": "all"}),
+    "scaled scores": (attention(32), {}),
     "rows that are read once": (looked_up, {}),
     "weights are summed after turns": (recurrent, {}),
     "pick as a sum": (classes, {}),
@@ -141,9 +142,8 @@ def numbers_and_program(target, name):
     """The loss of the program for a pass, its gradient, and the program as text."""
     fun, options = PROGRAMS[name]
     half = "mixed_bfloat16" if target is TPU else "mixed_float16"
-    policy = "mixed_float8" if "float8" in name else half
-    if name == "float32 gradients":
-        policy += ",r=f32"
+    policies = {"float32 gradients": f"{half},r=f32", "scaled scores": "mixed_float16"}
+    policy = policies.get(name, "mixed_float8" if "float8" in name else half)
     mixed = jmp.autocast(fun, policy, platform=target.platform, **options)
     gradient = jax.value_and_grad(mixed, argnums=(0, 1))
     gpus = ("cpu",) if target is GPU else ("cuda",)
@@ -153,6 +153,7 @@ def numbers_and_program(target, name):
         return run(W, X), str(jax.make_jaxpr(gradient)(W, X))
 
 
+@pytest.mark.filterwarnings("ignore::jmp.Float16OnTpuWarning")
 @pytest.mark.parametrize(("target", "one"), PASSES, ids=NAMES)
 def test_a_pass_acts_and_changes_no_more_than_it_claims(target, one):
     found, program = numbers_and_program(target, one.name)

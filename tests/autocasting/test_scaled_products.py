@@ -69,10 +69,12 @@ def test_a_layer_and_bfloat16_are_left_as_they_are():
     layer = lambda w, x: jax.nn.softmax(jnp.tanh(x @ w) @ w / 8) @ w
     w = jnp.ones((WIDTH, WIDTH))
 
-    def divisors(fun, policy, *args):
-        read = [e.invars[1] for e in named("div", jmp.autocast(fun, policy), *args)]
-        return {float(atom.val) for atom in read if isinstance(atom, Literal)}
+    def factors(fun, policy, *args):
+        """What products' operands are multiplied by, and what a result is divided by."""
+        equations = [named(name, jmp.autocast(fun, policy), *args) for name in ("mul", "div")]
+        read = [[atom for e in found for atom in e.invars[1:]] for found in equations]
+        return [{float(x.val) for x in atoms if isinstance(x, Literal)} for atoms in read]
 
-    assert divisors(layer, "mixed_float16", w, Q) == {8}
-    assert divisors(over_root, "mixed_bfloat16", Q, K, V) == {8}
-    assert divisors(over_root, "mixed_float16", Q, K, V) == {4, 2, 1}
+    assert factors(layer, "mixed_float16", w, Q) == [set(), {8}]
+    assert factors(over_root, "mixed_bfloat16", Q, K, V) == [set(), {8}]
+    assert factors(over_root, "mixed_float16", Q, K, V) == [{1 / 4, 1 / 2}, {1}]

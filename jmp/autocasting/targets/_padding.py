@@ -21,10 +21,11 @@ from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._numbers import has_symbols, shape_of
-from jmp.autocasting._steps import Environment, Island, Single, Step, nodes_of
+from jmp.autocasting._steps import Environment, Island, Lowering, Single, Step, nodes_of
 from jmp.autocasting.attention._axes import Labelled
 from jmp.autocasting.attention._fusing import replaced_steps
 from jmp.autocasting.attention._matching import Attention, NotFused, find_attention
+from jmp.autocasting.targets._scaled_scores import ScaledProduct
 from jmp.autocasting.targets._softmax import KEPT_WEIGHTS
 from jmp.dtypes import FLOAT32
 
@@ -35,18 +36,24 @@ Pads = Sequence[Sequence[int]]  # the axes of each operand that are padded
 
 
 def multiply_padded(
-    pads: Pads, cuts: bool, step: Single, operands: Sequence[Any], _: Environment
+    pads: Pads,
+    cuts: bool,
+    inner: Lowering | None,
+    step: Single,
+    operands: Sequence[Any],
+    environment: Environment,
 ) -> list[Any]:
     """Returns a product of operands that are padded with zeros to multiples of eight.
 
     Args:
       pads: along which axes each operand is padded.
       cuts: whether the result is cut to its size; else it stays padded.
+      inner: how the step is lowered, if it is not bound as it is.
     """
     padded = [_padded(array, axes) for array, axes in zip(operands, pads, strict=True)]
-    results = as_it_is(step)(padded)
+    results = inner(step, padded, environment) if inner else as_it_is(step)(padded)
     shape = step.node.outputs[0].aval.shape
-    return [x[tuple(map(slice, shape))] for x in results] if cuts else results
+    return [x[tuple(map(slice, shape))] if cuts else x for x in results]
 
 
 def _padded(array: Any, axes: Sequence[int]) -> Any:
@@ -105,10 +112,12 @@ def _padded_steps(island: Island, step_of: Mapping[Node, Step], level: Level) ->
     )
     of_scores, of_values = pads
     of_result = ((), of_values) if after.node.inputs[0] is weights else (of_values, ())
+    padded_before = partial(multiply_padded, of_scores, False, before.lowering)
+    padded_after = partial(multiply_padded, of_result, True, after.lowering)
     return {
-        id(before): before._replace(lowering=partial(multiply_padded, of_scores, False)),
+        id(before): before._replace(lowering=padded_before),
         id(island): island._replace(rewrites={**island.rewrites, division: form}),
-        id(after): after._replace(lowering=partial(multiply_padded, of_result, True)),
+        id(after): after._replace(lowering=padded_after),
     }
 
 
@@ -144,9 +153,10 @@ def _takes_longer_arrays(island: Island, attention: Attention, division: Node) -
 
 def _may_pad(step: Step) -> TypeGuard[Single]:
     """Returns whether a step is a half product whose operands may be padded where it stands."""
-    if not (isinstance(step, Single) and step.is_half and step.lowering is None):
+    if not (isinstance(step, Single) and step.is_half):
         return False
-    return not has_named_axes(step.node.outputs[0])
+    is_plain = step.lowering is None or isinstance(step.lowering, ScaledProduct)
+    return is_plain and not has_named_axes(step.node.outputs[0])
 
 
 def _pads_of(attention: Attention) -> tuple[Pads, Sequence[int]] | None:

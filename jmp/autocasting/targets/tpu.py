@@ -27,6 +27,7 @@ from jmp.autocasting._steps import Environment, Read, Single, on
 from jmp.autocasting.attention import PALLAS, fuse_attentions
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._lookups import look_up_once
+from jmp.autocasting.targets._scaled_scores import scale_before
 from jmp.autocasting.targets._softmax import softmax_of_half_scores
 from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
 from jmp.autocasting.targets._wide_gradients import widen_gradients
@@ -217,6 +218,7 @@ TPU = HardwareTarget(
         Pass("float32 gradients", "gradients of parameters", widen_gradients),
         Pass("float8 products", "operands and gradients of products", multiply_in_float8),
         Pass("float8 is sent", "", send_in_float8),
+        Pass("scaled scores", "products of small numbers", scale_before),
         Pass("rows that are read once", "", look_up_once),
         Pass(
             "weights are summed after turns",
