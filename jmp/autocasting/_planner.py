@@ -250,28 +250,11 @@ class Planner(Level):
     # Single equations, and how they read.
 
     def _neutral(self, node: Node, is_sent: bool) -> Single:
-        if self._reverses_kernel(node):
-            return self._single(node, Arithmetic.HALF)
         if not is_sent or node.region.reduces_in_float32:  # a pass sees to the latter
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
         single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)
         return single._replace(lowering=_lowerings.send_in_half) if is_first else single
-
-    def _reverses_kernel(self, node: Node) -> bool:
-        """Returns whether a node reverses the kernel of one convolution, and of nothing else.
-
-        So does the derivative of a convolution, taken inside the loss. XLA calls cuDNN's derivative
-        where it sees the kernel reversed. It does not see it behind a cast.
-        """
-        if node.name != "rev" or node.region.in_float32:
-            return False
-        (result,) = node.outputs
-        if len(result.users) != 1 or result in self.facts.kept:
-            return False
-        (reader,) = result.users
-        is_convolution = reader.is_product and reader.name == "conv_general_dilated"
-        return result.is_float32 and is_convolution and reader.inputs[1] is result
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
         if arithmetic is Arithmetic.HALF:

@@ -78,6 +78,14 @@ def spreading(w, x):
     return jnp.mean(lax.conv_transpose(image, kernel, (2, 2), "SAME") ** 2)
 
 
+def differentiated(w, x):
+    image, kernel = x.reshape(2, 16, 16, 4), w[:6, :6].reshape(3, 3, 2, 2).repeat(2, 2)
+    convolved = lambda image: lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.mean(jax.grad(lambda image: jnp.sum(jnp.sin(convolved(image))))(image) ** 2)
+
+
 def gathered(w, x):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -123,6 +131,7 @@ PROGRAMS = {
     "fused attention": (heads, {"attention": "fused"}),
     "softmax of half scores": (long_attention, {}),
     "biases add up by products": (biased, {}),
+    "kernels are rounded before they are reversed": (differentiated, {}),
     "kernels of convolutions that spread": (spreading, {}),
 }
 

@@ -87,6 +87,26 @@ def _is_the_same_bias(read: Read) -> bool:
     return has_axes and not read.saturates and comes_in
 
 
+@on(Single)
+def reverse_rounded_kernels(step: Single, level: Level) -> Single:
+    """Returns a step; if it reverses the kernel of one convolution, it reverses it in half.
+
+    So does the derivative of a convolution, taken inside the loss. XLA calls cuDNN's derivative
+    where it sees the kernel reversed. It does not see it behind a cast.
+    """
+    node = step.node
+    if node.name != "rev" or node.region.in_float32 or node in level.facts.depths:
+        return step
+    (operand,), (result,) = node.inputs, node.outputs
+    if len(result.users) != 1 or result in level.facts.kept:
+        return step
+    (reader,) = result.users
+    is_kernel = reader.name == "conv_general_dilated" and reader.inputs[1] is result
+    if not (result.is_float32 and is_kernel and reader.is_product):
+        return step
+    return step._replace(reads=(Read(operand, level.half),), stores=(level.half,))
+
+
 GPU = HardwareTarget(
     "gpu",
     (
@@ -107,6 +127,7 @@ GPU = HardwareTarget(
         Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
+        Pass("kernels are rounded before they are reversed", "", reverse_rounded_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
         Pass("float8 bounds", "the scales of float8 products", with_bounds),
