@@ -65,12 +65,12 @@ def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
     return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
 
 
-def is_small(nodes: Iterable[Node], times: int) -> bool:
+def is_small(nodes: Iterable[Node], level: Level) -> bool:
     """Returns whether an island is too small to save much in another form.
 
-    Inside a loop what is kept is kept for every turn, so that sizes count so many `times`.
+    Inside a loop what is kept is kept for every turn, so that sizes count so many times.
     """
-    return times * max(v.size for node in nodes for v in node.outputs) < SMALL
+    return level.context.times * max(v.size for node in nodes for v in node.outputs) < SMALL
 
 
 def feed(nodes: Iterable[Node], level: Level) -> bool:
@@ -78,8 +78,9 @@ def feed(nodes: Iterable[Node], level: Level) -> bool:
     return any(not level.facts.feeds.isdisjoint(node.outputs) for node in nodes)
 
 
-def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: int) -> bool:
+def choose_recompute(nodes: Sequence[Node], level: Level) -> bool:
     """Decides if an island is computed again, from its reductions and sizes (see `is_small`)."""
+    asked, times, cuts = level.recompute, level.context.times, level.facts.cuts
     # Each order of derivatives would compute again what is part of one.
     if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
         return False
@@ -91,7 +92,7 @@ def choose_recompute(nodes: Sequence[Node], cuts: Set[Node], asked: str, times: 
         producers = (value.producer for value in entering(nodes))
         reads_rows = any(node and node.rule.looks_up for node in producers)
         return reduces_rows or bool(expensive) or not reads_rows
-    if asked == "none" or is_small(nodes, times):
+    if asked == "none" or is_small(nodes, level):
         return False
     sums = [node for node in nodes if node.name == "reduce_sum"]
     if not cuts.isdisjoint(nodes):
@@ -107,9 +108,7 @@ def entering(nodes: Sequence[Node]) -> list[Value]:
     return [v for v in values if v.producer not in inside and v.literal is None]
 
 
-def half_between(
-    nodes: Sequence[Node], why: Mapping[Node, str], level: Level, asked: str
-) -> set[Node]:
+def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> set[Node]:
     """Returns the large nodes of a component that are better computed by themselves, in half.
 
     An island hands its results on rounded. If another island reads one, it widens it again: XLA
@@ -129,11 +128,9 @@ def half_between(
       nodes: of the component, in program order.
       why: reasons of those that require float32.
       level: what is decided of values from outside.
-      asked: what the user said of recomputing; only if that depends on sizes, small nodes are left
-        out.
     """
     inside, found = set(nodes), set[Node]()
-    least = SMALL if asked == "auto" else 0
+    least = SMALL if level.recompute == "auto" else 0  # which depends on sizes
 
     def may_be_half(value: Value, result: Value) -> bool:
         is_whole = value.source_size >= result.size
@@ -320,8 +317,7 @@ def _key_of(island: Island) -> Hashable:
             (equation.source_info.traceback, equation.ctx),
             tuple(map(name, node.inputs)),
             tuple(map(name, node.outputs)),
-            () if rewrite is None else (rewrite.why, *map(name, rewrite.reads)),
-            () if rewrite is None else tuple(value.constant for value in rewrite.reads),
+            rewrite and (rewrite.why, *((name(v), v.constant) for v in rewrite.reads)),
         )
 
     return (

@@ -43,6 +43,7 @@ class Level:
         self.graph = graph
         self.context = context
         self.half = context.request.settings.compute_dtype
+        self.recompute = context.request.settings.recompute  # what the user said of it
         self.outputs = outputs
         self.facts = facts_of(graph, infos, outputs)
         self._dtypes: dict[Value, np.dtype | None] = {}
@@ -224,11 +225,8 @@ def why_region(node: Node) -> str:
 
 def reasons_for(nodes: Sequence[Node], level: Level) -> dict[Node, str]:
     """Returns the nodes of a component that require float32, each with the reason."""
-    inside, found = set(nodes), dict[Node, str]()
-    for node in nodes:
-        if why := why_float32(node, inside, level):
-            found[node] = why
-    return found
+    inside = set(nodes)
+    return {node: why for node in nodes if (why := why_float32(node, inside, level))}
 
 
 def why_float32(node: Node, inside: Set[Node], level: Level) -> str:

@@ -96,8 +96,7 @@ class Planner(Level):
         why = reasons_for(nodes, self)
         if not why:
             return [self._by_itself(node) for node in nodes]
-        asked = self.context.request.settings.recompute
-        single = _islands.half_between(nodes, why, self, asked)
+        single = _islands.half_between(nodes, why, self)
         if not single:
             return self._undivided(nodes, why)
         steps: list[Step] = []
@@ -109,9 +108,7 @@ class Planner(Level):
         return steps
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
-        settings, cuts = self.context.request.settings, self.facts.cuts
-        times = self.context.times
-        is_recomputed = _islands.choose_recompute(nodes, cuts, settings.recompute, times)
+        is_recomputed = _islands.choose_recompute(nodes, self)
         front: list[Node] = []
         if is_recomputed or self._keeps_much(nodes):
             front, rest = _islands.peel(nodes, self)
@@ -123,8 +120,7 @@ class Planner(Level):
 
     def _keeps_much(self, nodes: Sequence[Node]) -> bool:
         """Returns whether an island is large, and not the end of a network: a product follows."""
-        is_small = _islands.is_small(nodes, self.context.times)
-        return not is_small and _islands.feed(nodes, self)
+        return not _islands.is_small(nodes, self) and _islands.feed(nodes, self)
 
     def _adds_bias(self, nodes: Iterable[Node]) -> bool:
         operands = (value for node in nodes for value in node.inputs)
@@ -170,8 +166,9 @@ class Planner(Level):
             single = self._single(node, Arithmetic.FLOAT32, why_region(node))
             if node.region.in_float32 or not node.rule.rounds or self._reads_products(node):
                 return single
-            writes = (self.leaving(value, {node}) for value in node.outputs)
-            return single._replace(stores=tuple(write.dtype for write in writes))
+            return single._replace(
+                stores=tuple(self.leaving(v, {node}).dtype for v in node.outputs)
+            )
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)

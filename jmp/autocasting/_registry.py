@@ -371,14 +371,6 @@ AS_WRITTEN = {
     "nextafter": ("the next number, and so the spacing, is that of a dtype", ""),
 }
 
-ROWS = {
-    Category.LOW: LOW,
-    Category.FULL: FULL,
-    Category.WIDEST: WIDEST,
-    Category.FOLLOW: FOLLOW,
-    Category.AS_WRITTEN: AS_WRITTEN,
-}
-
-for category, rows in ROWS.items():
+for category, rows in zip(Category, (LOW, FULL, WIDEST, FOLLOW, AS_WRITTEN), strict=True):
     for primitives, (why, traits) in rows.items():
         register_rule(primitives.split(), category, why, traits)

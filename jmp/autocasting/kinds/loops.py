@@ -64,21 +64,16 @@ class _Carry(NamedTuple):
     after: Value  # the loop
 
 
-class InHalf(NamedTuple):
-    """Of each carry whether it is half, and whether it is a buffer."""
-
-    all: list[bool]
-    buffers: list[bool]
-
-
 def carried_in_half(
     inside: Inside,
     node: Node,
     level: Level,
     streams: Sequence[bool] = (),
     condition: Inside | None = None,
-) -> InHalf:
-    """Returns for each carry of a loop whether it loses nothing in half.
+) -> tuple[list[bool], list[bool]]:
+    """Returns for each carry of a loop whether it is half, and whether it is a buffer.
+
+    It is half if it loses nothing.
 
     Args:
       inside: the body; its first outputs are the carries after a turn.
@@ -114,7 +109,7 @@ def carried_in_half(
     pairs = list(itertools.zip_longest(carries, streams, fillvalue=False))
     in_half = [carry in found or is_stream for carry, is_stream in pairs]
     is_buffer = [carry in found and carry in buffers and not stream for carry, stream in pairs]
-    return InHalf(in_half, is_buffer)
+    return in_half, is_buffer
 
 
 def _asked(condition: Inside, half: np.dtype) -> set[int]:
@@ -239,10 +234,9 @@ class ScanKind(Kind):
             reads = [v.dtype if v.varies else info.dtype for v, info in of_constants]
             reads += [*carries, *(info.dtype for info in rows)]
             pairs = zip(inside.inputs, reads, strict=True)
-            nested = level.nested(
-                node, [plan], stores, [None if v in weights else dtype for v, dtype in pairs]
-            )
+            taken = [None if v in weights else dtype for v, dtype in pairs]
             rounded = weights.intersection(constants)  # before the loop
+            nested = level.nested(node, [plan], stores, taken)
             return nested.rounding([v in rounded for v in inside.inputs], level.half)
 
         if not any(buffers):

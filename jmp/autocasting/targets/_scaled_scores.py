@@ -50,7 +50,7 @@ class Scaling(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What the operands of the product are multiplied by."""
+        """The numbers that the operands of the product are multiplied by."""
         return 0.5 ** ((self.powers + 1) // 2), 0.5 ** (self.powers // 2)
 
     def rest(self, *operands: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A policy asks for them with "r=f32". A product then reads its parameter in float32: the gradient of
 that is a product of half operands with a float32 result, which XLA adds up between devices in
-float32. What devices send each other on the way to products is rounded before. The transpose of
-that adds up in float32.
+float32. An array that devices send each other on the way to products is rounded before. The
+transpose of that adds up in float32.
 
 A table on a mesh has them in any case. It may be sharded, so it is rounded before the lookup, and
 the gradients of rows that repeat add up in float32.
@@ -49,7 +49,7 @@ def widen_gradients(steps: Sequence[Step], level: Level) -> list[Step]:
             lowering = partial(move_with_wide_gradient, level.half, None, True)
             return step._replace(arithmetic=Arithmetic.HALF, why=WHY_SENT, lowering=lowering)
         if node.is_product and step.is_half and _reads_parameter(node, level.facts):
-            return _product(step, level)
+            return _wide_product(step, level)
         return step
 
     return widened(steps, level)
@@ -70,7 +70,7 @@ def _lookup(step: Single, level: Level) -> Single:
     )
 
 
-def _product(step: Single, level: Level) -> Single:
+def _wide_product(step: Single, level: Level) -> Single:
     """Returns a half product that reads its parameters in float32, if it can."""
     # A convolution has no wide form: cuDNN would compute its gradient from float32 operands.
     is_wide, reason = step.node.name == "dot_general", step.node.rule.reason
