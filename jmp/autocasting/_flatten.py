@@ -151,8 +151,7 @@ class _Flattening:
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := _products.why_exact(equation, operands):
                 rule = Rule(Category.FULL, why)
-        holds = _jax_compat.holds_functions(equation)
-        inner = tuple(inner_equations(equation)) if holds else None
+        inner = tuple(inner_equations(equation)) if _jax_compat.holds_functions(equation) else None
         provenance = _products.provenance_of_results(equation, inner, rule, operands)
         known = _known_result(equation, rule, operands, settings.compute_dtype, provenance)
         node = Node(

@@ -35,7 +35,8 @@ WHY_IN_PARTS = f"{WHY_LOOKUP} on each device, and is rounded before devices add 
 
 def widen_gradients(steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps; those whose gradients are to be float32 are lowered so."""
-    sent = find_sent(level)
+    is_asked = any(node.region.reduces_in_float32 for node in level.graph.nodes)
+    sent = find_sent(level) if is_asked else set()
 
     @on(Single)
     def widened(step: Single, level: Level) -> Single:
