@@ -2,7 +2,8 @@
 
 A new target is a file with a `HardwareTarget` that it registers, and its name below; start from
 `gpu.py`. A new pass is a function in this folder, and a row in the tuple of each target that is to
-have it. A pass that is long, or that several targets have, has a file of its own.
+have it, or in `_everywhere.py`, whose passes all have. A pass that is long, or that several targets
+have, has a file of its own.
 """
 
 from jmp.autocasting.targets import gpu, tpu

@@ -16,14 +16,10 @@ from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Environment, Island, Read, Single, on
 from jmp.autocasting.attention import CUDNN, fuse_attentions
-from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
-from jmp.autocasting.targets._lookups import look_up_once
+from jmp.autocasting.targets._everywhere import FIRST, LAST
 from jmp.autocasting.targets._padding import pad_softmaxes
-from jmp.autocasting.targets._scaled_scores import scale_before
 from jmp.autocasting.targets._softmax import softmax_from_half_result
-from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
-from jmp.autocasting.targets._wide_gradients import widen_gradients
 from jmp.dtypes import FLOAT32
 
 
@@ -110,18 +106,7 @@ def reverse_rounded_kernels(step: Single, level: Level) -> Single:
 GPU = HardwareTarget(
     "gpu",
     (
-        # Sending depends on which products are float8. Bounds come last, so that they see no steps
-        # that a fused attention replaces.
-        Pass("float32 gradients", "gradients of parameters", widen_gradients),
-        Pass("float8 products", "operands and gradients of products", multiply_in_float8),
-        Pass("float8 is sent", "", send_in_float8),
-        Pass("scaled scores", "products of small numbers", scale_before),
-        Pass("rows that are read once", "", look_up_once),
-        Pass(
-            "weights are summed after turns",
-            "gradients of weights in loops",
-            sum_weights_after_turns,
-        ),
+        *FIRST,
         Pass("pick as a sum", "", pick_as_sum),
         Pass("softmax from its half result", "gradients of scores", softmax_from_half_result),
         Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
@@ -130,7 +115,7 @@ GPU = HardwareTarget(
         Pass("kernels are rounded before they are reversed", "", reverse_rounded_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
-        Pass("float8 bounds", "the scales of float8 products", with_bounds),
+        *LAST,
     ),
 )
 

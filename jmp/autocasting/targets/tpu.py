@@ -25,12 +25,8 @@ from jmp.autocasting._numbers import size_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
 from jmp.autocasting._steps import Environment, Read, Single, on
 from jmp.autocasting.attention import PALLAS, fuse_attentions
-from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
-from jmp.autocasting.targets._lookups import look_up_once
-from jmp.autocasting.targets._scaled_scores import scale_before
+from jmp.autocasting.targets._everywhere import FIRST, LAST
 from jmp.autocasting.targets._softmax import softmax_of_half_scores
-from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
-from jmp.autocasting.targets._wide_gradients import widen_gradients
 from jmp.dtypes import FLOAT32
 
 # Biases.
@@ -215,21 +211,12 @@ of_kernel_p = bilinear(
 TPU = HardwareTarget(
     "tpu",
     (
-        Pass("float32 gradients", "gradients of parameters", widen_gradients),
-        Pass("float8 products", "operands and gradients of products", multiply_in_float8),
-        Pass("float8 is sent", "", send_in_float8),
-        Pass("scaled scores", "products of small numbers", scale_before),
-        Pass("rows that are read once", "", look_up_once),
-        Pass(
-            "weights are summed after turns",
-            "gradients of weights in loops",
-            sum_weights_after_turns,
-        ),
+        *FIRST,
         Pass("softmax of half scores", "softmaxes", softmax_of_half_scores),
         Pass("biases add up by products", "gradients of biases", add_up_biases_by_products),
         Pass("kernels of convolutions that spread", "gradients of kernels", exchange_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, PALLAS)),
-        Pass("float8 bounds", "the scales of float8 products", with_bounds),
+        *LAST,
     ),
     multiplies_float16=False,
 )
