@@ -47,11 +47,8 @@ MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
 }
 
 
-def constant_of(value: Value, *, at_once: bool = False) -> Numbers | None:
+def constant_of(value: Value) -> Numbers | None:
     """Returns the numbers of a value; None if they depend on an argument, or are too many.
-
-    Args:
-      at_once: also None if NumPy does not compute them, so that nothing is compiled.
 
     Returns: an array of the value's rank. Its axes have the value's lengths, or length one if the
       value repeats along them.
@@ -63,8 +60,7 @@ def constant_of(value: Value, *, at_once: bool = False) -> Numbers | None:
 
     if _held(value) is None:
         # Nothing is computed to find out whether everything can be.
-        is_known = _is_quick if at_once else _is_computable
-        if not all(map(is_known, reached([_outside(value)], computed_operands))):
+        if not all(map(_is_computable, reached([_outside(value)], computed_operands))):
             return None
     return _computed(value, {})
 
@@ -84,18 +80,12 @@ def _held(value: Value) -> Any:
 def _is_computable(value: Value) -> bool:
     """Returns whether a value is no argument, and its node depends on its operands only."""
     node = value.producer
-    if node is None or len(node.outputs) != 1 or node.equation.effects or node.rule.draws_bits:
+    if node is None or node.equation.effects or node.rule.draws_bits:
         return False
-    return not node.holds_functions
+    return not node.holds_functions or node.rule.joins  # as a scatter does
 
 
-def _is_quick(value: Value) -> bool:
-    """Returns whether NumPy computes a value from its operands."""
-    node = value.producer
-    return node is not None and (node.rule.repeats or node.name in {*BY_NUMPY, *MOVED_BY_NUMPY})
-
-
-def _computed(value: Value, found: dict[Node, Numbers | None]) -> Numbers | None:
+def _computed(value: Value, found: dict[Node, list[Numbers]]) -> Numbers | None:
     held, node = _held(value), _outside(value).producer
     if held is not None:
         return np.asarray(held, value.dtype)
@@ -104,38 +94,39 @@ def _computed(value: Value, found: dict[Node, Numbers | None]) -> Numbers | None
     if node not in found:
         operands = [_computed(operand, found) for operand in node.inputs]
         known = [numbers for numbers in operands if numbers is not None]
-        found[node] = _result_of(node, known) if len(known) == len(operands) else None
-    return found[node]
+        found[node] = _results_of(node, known) if len(known) == len(operands) else []
+    return found[node][node.outputs.index(_outside(value))] if found[node] else None
 
 
-def _result_of(node: Node, operands: list[Numbers]) -> Numbers | None:
+def _results_of(node: Node, operands: list[Numbers]) -> list[Numbers]:
+    """Returns the results of a node; none if they cannot be computed here."""
     shape = shape_of(node.outputs[0])
     if node.rule.repeats:
         (numbers,), places = operands, node.params["broadcast_dimensions"]
         lengths = dict(zip(places, numbers.shape, strict=True))
-        return numbers.reshape([lengths.get(place, 1) for place in range(len(shape))])
+        return [numbers.reshape([lengths.get(place, 1) for place in range(len(shape))])]
     if node.name == "transpose":
-        return operands[0].transpose(node.params["permutation"])
+        return [operands[0].transpose(node.params["permutation"])]
     if keeps_places(node):
-        return operands[0]
+        return operands[:1]
     if is_pointwise(node):
         shape = np.broadcast_shapes(*(x.shape for x in operands))
         operands = [np.broadcast_to(x, shape) if x.ndim else x for x in operands]
     else:
         shapes = list(map(shape_of, node.inputs))
         if any(map(has_symbols, (shape, *shapes))):
-            return None
+            return []
         operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes, strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
-        return None
+        return []
     if (found := _by_numpy(node, operands)) is not None:
-        return found.astype(node.outputs[0].dtype)
+        return [found.astype(node.outputs[0].dtype)]
     try:
         with jax.ensure_compile_time_eval():
-            (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
-            return np.asarray(result)
+            results = _jax_compat.bind(node.equation.primitive, operands, node.params)
+            return list(map(np.asarray, results))
     except Exception:  # it needs something that is not there yet, such as the axes of a mesh
-        return None
+        return []
 
 
 def is_identity(node: Node) -> bool:

@@ -34,7 +34,7 @@ def look_up_once(step: Single, level: Level) -> Single:
 def takes_each_once(gather: Node) -> bool:
     """Returns whether a gather takes each number once at most: constant indices that differ.
 
-    These are, for instance, NumPy's of a triangle, or `jnp.arange`. A sort's are not looked at.
+    These are, for instance, those of a triangle, or `jnp.arange`.
     """
     table, indices = gather.inputs
     params, shapes = gather.params, (shape_of(table), shape_of(indices))
@@ -43,7 +43,7 @@ def takes_each_once(gather: Node) -> bool:
         return False
     if any(map(has_symbols, shapes)) or any(params["slice_sizes"][axis] != 1 for axis in axes):
         return False
-    numbers = constant_of(indices, at_once=True) if size_of(shapes[1]) <= LOOKED_AT else None
+    numbers = constant_of(indices) if size_of(shapes[1]) <= LOOKED_AT else None
     if numbers is None:
         return False
     places = np.broadcast_to(numbers, shapes[1]).reshape(-1, len(axes))
