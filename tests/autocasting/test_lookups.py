@@ -1,4 +1,4 @@
-"""Rows that are looked up once at most have half gradients; others add up in float32."""
+"""Rows that are looked up a few times have half gradients; others add up in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from tests.autocasting.plans import plan_of
 X, W = jnp.ones((32, 16)), jnp.ones((16, 16))
 PAIRS = np.triu_indices(16, 1)
 
-# The function, and whether each row or number is taken once at most.
+# The function, and whether each row or number is taken four times at most.
 LOOKUPS = {
     "constants that differ": (lambda x: x[:, np.array([3, 1, 2])], True),
-    "constants of which two are the same": (lambda x: x[:, np.array([3, 1, 3])], False),
+    "constants of which two are the same": (lambda x: x[:, np.array([3, 1, 3])], True),
+    "each four times": (lambda x: x[np.repeat(np.arange(32), 4)], True),
+    "one five times": (lambda x: x[np.array([1, 2, 1, 1, 1, 1])], False),
     "negative ones": (lambda x: x[:, np.array([3, 1, -1])], True),
     "one beyond the end": (lambda x: x[:, np.array([15, 1, 16])], False),
     "one before the beginning": (lambda x: x[:, np.array([0, 1, -17])], False),
@@ -34,11 +36,11 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
-def test_a_lookup_of_what_differs_is_half(name):
-    look_up, is_once = LOOKUPS[name]
+def test_a_lookup_of_few_repeated_rows_is_half(name):
+    look_up, is_half = LOOKUPS[name]
     plan = plan_of(lambda x: look_up(x @ W), X)
     (gather,) = (step for step in plan.steps if step.node.name == "gather")
-    assert gather.is_half == is_once
+    assert gather.is_half == is_half
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

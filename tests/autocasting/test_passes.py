@@ -120,7 +120,7 @@ PROGRAMS = {
     "float8 is sent": (gathered, {}),
     "float8 bounds": (three_products, {"float8": "all"}),
     "scaled scores": (attention(32), {}),
-    "rows that are read once": (looked_up, {}),
+    "rows that repeat few times": (looked_up, {}),
     "weights are summed after turns": (recurrent, {}),
     "pick as a sum": (classes, {}),
     "rows in one pass": (lambda w, x: jax.nn.logsumexp(jnp.tanh(x @ w) @ V, axis=1).mean(), {}),
