@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmp
+from jmp.autocasting.attention._constants import constant_of
 from tests.autocasting.plans import plan_of
 
 X, W = jnp.ones((32, 16)), jnp.ones((16, 16))
@@ -67,3 +68,22 @@ def test_a_gather_without_an_index_is_left_alone():
     whole = lambda x: jax.lax.gather(x, jnp.zeros((0,), jnp.int32), numbers, (32, 16))
     found = jmp.autocast(lambda x: whole(x) @ W, "mixed_float16")(X)
     np.testing.assert_array_equal(found, X @ W)
+
+
+CONSTANTS = {
+    "an enlarged axis": lambda: jnp.floor((jnp.arange(9.0) + 0.5) / 3).astype(jnp.int32),
+    "cut off": lambda: (-jnp.arange(7.0) / 2).astype(jnp.int32),
+    "no integers": lambda: (jnp.arange(4.0) / jnp.arange(4.0) * 3e9).astype(jnp.int32),
+    "divided integers": lambda: jax.lax.div(jnp.arange(-3, 4), jnp.full(7, 2)),
+    "a triangle": lambda: jnp.triu_indices(4, 1)[1],
+    "a mask": lambda: jnp.where(jnp.tri(4) > 0, 0.0, -jnp.inf),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_are_what_the_program_computes(name):
+    plan = plan_of(lambda x: CONSTANTS[name]() + 0 * x, jnp.ones(()))
+    (total,) = plan.graph.outputs
+    numbers = constant_of(total.producer.inputs[0])
+    expected = np.asarray(CONSTANTS[name](), numbers.dtype)
+    np.testing.assert_array_equal(np.broadcast_to(numbers, expected.shape), expected)

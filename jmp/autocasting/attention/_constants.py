@@ -27,6 +27,7 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
+    "div": np.divide,
     "max": np.maximum,
     "min": np.minimum,
     "lt": np.less,
@@ -38,6 +39,8 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "not": np.bitwise_not,
+    "floor": np.floor,
+    "neg": np.negative,
     "select_n": lambda which, first, second: np.where(which, second, first),
 }
 MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
@@ -151,10 +154,14 @@ def is_pointwise(node: Node) -> bool:
 
 def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
     kinds = {np.dtype(node.outputs[0].dtype).kind, *(x.dtype.kind for x in operands)}
-    if node.name in MOVED_BY_NUMPY and kinds <= {*"biu"}:  # booleans and integers
-        return MOVED_BY_NUMPY[node.name](node, *operands)
+    if not kinds <= {*"biuf"} or (node.name == "div" and kinds != {"f"}):
+        return None
+    if node.name in MOVED_BY_NUMPY:
+        # Other floating numbers have no integer: JAX and NumPy choose different ones.
+        are_small = all(x.dtype.kind != "f" or bool((np.abs(x) < 2**31).all()) for x in operands)
+        return MOVED_BY_NUMPY[node.name](node, *operands) if are_small else None
     is_one_of_two = node.name != "select_n" or (len(operands) == 3 and operands[0].dtype == bool)
-    if node.name in BY_NUMPY and kinds <= {*"biuf"} and is_one_of_two:
+    if node.name in BY_NUMPY and is_one_of_two:
         with np.errstate(all="ignore"):  # infinities are as good as other numbers
             return np.asarray(BY_NUMPY[node.name](*operands))
     return None
