@@ -76,6 +76,10 @@ CONSTANTS = {
     "no integers": lambda: (jnp.arange(4.0) / jnp.arange(4.0) * 3e9).astype(jnp.int32),
     "divided integers": lambda: jax.lax.div(jnp.arange(-3, 4), jnp.full(7, 2)),
     "a triangle": lambda: jnp.triu_indices(4, 1)[1],
+    "sums from behind": lambda: jnp.cumsum(jnp.arange(6).reshape(2, 3)[:, ::-1], 1)[::-1],
+    "remainders": lambda: (
+        jax.lax.rem(jnp.arange(-3, 4), jnp.full(7, 2)) * jnp.sign(jnp.arange(7) - 3)
+    ),
     "a mask": lambda: jnp.where(jnp.tri(4) > 0, 0.0, -jnp.inf),
 }
 

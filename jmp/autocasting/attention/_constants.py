@@ -41,13 +41,19 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {
     "not": np.bitwise_not,
     "floor": np.floor,
     "neg": np.negative,
+    "sign": np.sign,
+    "rem": np.fmod,
     "select_n": lambda which, first, second: np.where(which, second, first),
 }
 MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
     "iota": lambda node: _counted_along(shape_of(node.outputs[0]), node.params["dimension"]),
     "concatenate": lambda node, *parts: np.concatenate(parts, node.params["dimension"]),
     "convert_element_type": lambda _, operand: operand,
+    "reshape": lambda node, operand: operand.reshape(shape_of(node.outputs[0])),
+    "cumsum": lambda node, operand: _added_up(operand, **node.params),
 }
+# Of these kinds NumPy computes other numbers: a quotient that is no integer, sums in another order.
+NOT_OF = {"div": "biu", "cumsum": "f"}
 
 
 def constant_of(value: Value) -> Numbers | None:
@@ -154,7 +160,7 @@ def is_pointwise(node: Node) -> bool:
 
 def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
     kinds = {np.dtype(node.outputs[0].dtype).kind, *(x.dtype.kind for x in operands)}
-    if not kinds <= {*"biuf"} or (node.name == "div" and kinds != {"f"}):
+    if not kinds <= {*"biuf"} or kinds & {*NOT_OF.get(node.name, "")}:
         return None
     if node.name in MOVED_BY_NUMPY:
         # Other floating numbers have no integer: JAX and NumPy choose different ones.
@@ -165,6 +171,12 @@ def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
         with np.errstate(all="ignore"):  # infinities are as good as other numbers
             return np.asarray(BY_NUMPY[node.name](*operands))
     return None
+
+
+def _added_up(numbers: Numbers, axis: int, reverse: bool) -> Numbers:
+    turned = np.flip(numbers, axis) if reverse else numbers
+    sums = np.cumsum(turned, axis)
+    return np.flip(sums, axis) if reverse else sums
 
 
 def _counted_along(shape: tuple[int, ...], axis: int) -> Numbers:
