@@ -36,13 +36,9 @@ CAUSES = {  # of those over a bound
         "the last norm, which only a mean reads, is stored in float32, and so is the input, which "
         "many layers read"
     ),
-    "dlrm": (
-        "the derivative of a lookup is added up in float32: `jnp.triu_indices` computes the places "
-        "in the program; if NumPy computes them the ratio is one"
-    ),
+    "dlrm": LOOKUPS,
     "message-passing": LOOKUPS,
     "crossed": LOOKUPS,
-    "vq-vae": LOOKUPS + ": here of resizing by the nearest number",
     "pointnet": "masks of the maxima are stored, by hand they are compared again",
     "linear-recurrent-unit": "the real part of the states is stored in float32",
     "maml": "the derivative of the inner step keeps a value of the loss in float32",
