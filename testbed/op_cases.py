@@ -177,7 +177,7 @@ OTHERS = {
     "all_gather all_gather_invariant all_gather_reduced ppermute all_to_all pbroadcast pvary pcast "
     "reduce_scatter unreduced_psum unreduced_reduce_scatter sharding_constraint reshard "
     "layout_constraint",
-    "complex": "real imag",
+    "complex": "real imag complex conj",
     "moves between devices or memories": "device_put",
     "stands in derivatives of stack": "unstack",
     "stands in derivatives only": "add_any select_and_scatter_add select_and_gather_add "

@@ -281,6 +281,7 @@ FULL = {
     "cholesky lu svd qr eigh eig triangular_solve geqrf householder_product": (NO_HALF_KERNEL, ""),
     "hessenberg schur tridiagonal tridiagonal_solve custom_linear_solve": (NO_HALF_KERNEL, ""),
     "lu_pivots_to_permutation": (NO_HALF_KERNEL, ""),
+    "complex conj": ("no half type is complex", "fusible"),
     "fft": (NO_HALF_KERNEL, "rounds"),
 }
 
