@@ -18,7 +18,7 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
 from jmp.diagnostics._base import Report, asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
-from jmp.diagnostics._walk import path_in_rules
+from jmp.diagnostics._places import path_in_rules, scopes_path, users_line
 
 
 def find_nonfinite(
@@ -134,8 +134,8 @@ class NonFinite(Report):
             dtype=cause.dtype,
             became="NaN" if cause.is_nan else "infinity",
             direction="backward" if cause.location.is_backward else "forward",
-            module=cause.location.module,
-            source=cause.location.source,
+            module=scopes_path(cause.location.stack),
+            source=users_line(cause.location.equations),
             inside=cause.location.inside,
             operands=cause.operands,
             cure=cure_for(cause),
@@ -182,16 +182,33 @@ def _range_of(operand: Operand) -> str:
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}
 CURES_BY_KIND = {
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
-    "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
+    "the step before.",
     "constant": "It is written in the program, or closed over, and reaches a result: look at this "
     "line.",
     "whole": "{name} is reported as a whole: the operations inside were not looked into, or stay "
     "finite when each runs alone. Look at the magnitudes that go in.",
 }
+# What helps if the result is too large for a dtype; sentences that follow others.
+SOFTMAX = " Subtract the maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
+PRODUCT = " Scale the operands of the product (a query by 1 / sqrt(d)), or normalise them."
+CAST = (
+    " Make the numbers smaller before the cast. A sum or mean of half numbers ends in such a cast: "
+    "dtype=jnp.float32 leaves it out."
+)
+LOSS_SCALE = (
+    " If the loss is scaled, lower the scale. A jmp.DynamicLossScale does so by itself, and the "
+    "step is skipped: harmless if it happens rarely. If it happens at any scale, clip or normalise "
+    "what is differentiated."
+)
+TRAINING = (
+    " Precision is not the cause: something grows, or a power of zero is negative. Lower the "
+    "learning rate or warm it up, clip gradients (optax.clip_by_global_norm), and look at the data "
+    "and the initial values."
+)
 
 
 def cure_for(cause: Cause) -> str:
-    """Returns what to do; sentences that may follow others begin with a space."""
+    """Returns what to do."""
     if cause.kind in CURES_BY_KIND:
         return CURES_BY_KIND[cause.kind].format(name=cause.name)
     if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
@@ -199,48 +216,32 @@ def cure_for(cause: Cause) -> str:
     divisor = cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
     if divisor is not None and (cause.name == "div" or not cause.is_nan):
         return _cure_of_a_divisor(cause, divisor)
-    rule, largest = rule_for(cause.name), float(jnp.finfo(cause.dtype).max)
-    is_product = rule.category is Category.LOW
-    if cause.is_nan and not (is_product or rule.sums or rule.casts):
+    rule = rule_for(cause.name)
+    if cause.is_nan and not (rule.category is Category.LOW or rule.sums or rule.casts):
         return (
             f"{cause.name} has no number for what it read: an operand outside of its domain, an "
-            "index out of bounds, a matrix that is singular or not positive definite. Rounding may "
-            "carry an operand over the edge: clip it (jnp.maximum, jnp.clip), and subtract in "
-            "float32."
+            "index out of bounds, a matrix that is singular or not positive definite. If rounding "
+            "carried it over the edge, clip it (jnp.clip), and subtract in float32."
         )
-    keep = _keep_in_float32(cause)
+    return _cure_of_an_overflow(cause)
+
+
+def _cure_of_an_overflow(cause: Cause) -> str:
+    largest, rule = float(jnp.finfo(cause.dtype).max), rule_for(cause.name)
+    overflow = f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
+    advice = ""
     if cause.name == "exp":
-        return (
-            f"exp overflows {cause.dtype} above {math.log(largest):.4g}.{keep} Subtract the "
-            "maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
-        )
-    if not _ends_early(cause):
-        return (
-            f"{cause.dtype} reaches to {largest:.5g}, so precision is not the cause: something "
-            "grows, or a power of zero is negative. Lower the learning rate or warm it up, clip "
-            "gradients (optax.clip_by_global_norm), and look at the data and the initial values."
-        )
-    if cause.location.is_backward:
-        return (
-            f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
-            "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
-            "harmless if it happens rarely. If it happens at any scale, clip or normalise what is "
-            "differentiated."
-        )
-    if rule.casts:
-        return (
-            f"The cast meets numbers beyond {largest:.5g}, {cause.dtype}'s largest. Make them "
-            "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends "
-            "in such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: "
-            "jnp.finfo(dtype).min is its like."
-        )
-    if is_product:
-        return (
-            f"The sum of products went beyond {largest:.5g}, {cause.dtype}'s largest. Scale the "
-            "operands before they are multiplied (a query by 1 / sqrt(d)), or normalise them."
-            f"{keep}"
-        )
-    return f"The result went beyond {largest:.5g}, {cause.dtype}'s largest.{keep}"
+        overflow = f"exp overflows {cause.dtype} above {math.log(largest):.4g}."
+        advice = SOFTMAX
+    elif not _ends_early(cause):
+        advice = TRAINING
+    elif cause.location.is_backward:
+        return overflow + LOSS_SCALE
+    elif rule.casts:
+        advice = CAST
+    elif rule.category is Category.LOW:
+        advice = PRODUCT
+    return f"{overflow}{_keep_in_float32(cause)}{advice}"
 
 
 def _cure_of_infinities(cause: Cause) -> str:
@@ -262,23 +263,18 @@ def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> str:
             "derivative is 0 / 0 there. Guard the operand, inside: "
             "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)."
         )
-    flushed = ""
+    smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
+    text = f"The logarithm of {smallest}." if cause.name == "log" else f"It divides by {smallest}."
     if _ends_early(cause):
         epsilon = float(jnp.finfo(cause.dtype).smallest_subnormal)
-        flushed = (
+        text += (
             f" {cause.dtype}'s smallest number is {epsilon:.2g}: an epsilon of 1e-8 is zero in "
             f"it, and so is the square of 1e-4.{_keep_in_float32(cause)}"
         )
+    text += " Add an epsilon, or choose the operand with jnp.where."
     if cause.name == "log":
-        return (
-            f"The logarithm of zero.{flushed} jax.nn.log_softmax and optax's losses take logits, "
-            "and never see the zero; else add an epsilon, or guard the operand with jnp.where."
-        )
-    smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
-    text = (
-        f"It divides by {smallest}.{flushed} Add an epsilon, or choose the divisor with jnp.where."
-    )
-    if _jax_compat.is_differentiated(cause.location.stack):
+        text += " jax.nn.log_softmax and optax's losses take logits, and never see the zero."
+    elif _jax_compat.is_differentiated(cause.location.stack):
         text += (
             " If the line does not do this, its derivative does: the derivative of a / b "
             "divides by b * b, the derivative of sqrt(x), and so of a norm, by sqrt(x)."
@@ -296,7 +292,7 @@ def _keep_in_float32(cause: Cause) -> str:
     if not _ends_early(cause):
         return ""
     if AUTOCAST in _jax_compat.scope_names(cause.location.stack):
-        scope = path_in_rules(cause.location.module)
+        scope = path_in_rules(scopes_path(cause.location.stack))
         where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
         return (
             f' Keep it in float32: full=["{cause.name}"] in autocast, or this place with {where}.'
