@@ -8,7 +8,6 @@ given the errors of any choice of scopes, and does not know how they are measure
 import dataclasses
 import functools
 import glob
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -33,12 +32,7 @@ from jmp.diagnostics._base import (
     table,
     without_warnings_of_plans,
 )
-from jmp.diagnostics._comparison import (
-    Comparison,
-    check_positive,
-    comparison_of,
-    results_and_gradients,
-)
+from jmp.diagnostics._comparison import check_positive, comparison_of, results_and_gradients
 from jmp.diagnostics._places import path_in_rules, scopes_path
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.loss_scaling._scales import StaticLossScale
@@ -46,7 +40,6 @@ from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32
 
-SHOWN = 8
 NOWHERE = "what is in no scope"
 
 
@@ -154,27 +147,25 @@ def find_float32(
             policies = {path: str(policy) if path in low else higher for path in scopes}
             return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
 
-        tried: dict[frozenset[str], Errors] = {}
-
+        @functools.cache
         def errors(low: frozenset[str]) -> Errors:
-            if low not in tried:
-                lowered = autocast(loss, policy, **options, rules=rules_without(low))
-                with without_warnings_of_plans():
-                    found = results_and_gradients(lowered, given, argnums, scale)
-                tried[low] = errors_of(comparison_of(policy, scale, found, reference))
-            return tried[low]
+            lowered = autocast(loss, policy, **options, rules=rules_without(low))
+            with without_warnings_of_plans():
+                found = results_and_gradients(lowered, given, argnums, scale)
+            of_all_leaves = comparison_of(policy, scale, found, reference).by_module(0)
+            error = {row.kind: _infinite_if_nan(row.relative_error) for row in of_all_leaves}
+            return Errors(error["result"], error["gradient"])
 
         kept = search(asked, errors, tolerance)
         low = frozenset(scopes) - kept
-        alone = {path: tried[one] for path in asked if (one := frozenset([path])) in tried}
+        alone = {path: errors(frozenset([path])) for path in kept}
         return Float32Scopes(
             policy=str(get_policy(policy)),
             higher=higher,
             tolerance=tolerance,
             rules=rules_without(low),
             all_low=errors(frozenset(asked)),
-            alone=dict(sorted(alone.items(), key=lambda item: -max(item[1]))),
-            kept=[path for path in asked if path in kept],
+            kept=dict(sorted(alone.items(), key=lambda item: -max(item[1]))),
             errors=errors(low),
         )
 
@@ -192,10 +183,9 @@ class Float32Scopes(Report):
       rules: for `rules=` of `jmp.autocast`; the given rules come first. There is none if no scope
         needs `higher`.
       all_low: the errors of loss and gradient with all scopes in the policy.
-      alone: the errors with one scope in the policy, and all others in `higher`, by the path of the
-        scope; "" stands for operations that are in none. It has the scopes that were tried alone,
-        the worst first, and so all that need a rule. Errors that are NaN are infinite.
-      kept: the paths of the scopes that the rules keep out of the policy.
+      kept: the scopes that the rules keep out of the policy, by their paths, the worst first, with
+        the errors if only that scope is in the policy; "" stands for what is in no scope. Errors
+        that are NaN are infinite.
       errors: the relative errors with these rules.
 
     >>> from jmp.diagnostics import find_float32
@@ -213,8 +203,7 @@ class Float32Scopes(Report):
     tolerance: float
     rules: list[Rule]
     all_low: Errors
-    alone: dict[str, Errors]
-    kept: list[str]
+    kept: dict[str, Errors]
     errors: Errors
 
     @property
@@ -244,20 +233,14 @@ class Float32Scopes(Report):
             lines += ["rules=[", *(f"    {rule!r}," for rule in self.rules), "]"]
             rows = {"all scopes, without rules": self.all_low, **rows}
         if "" in self.kept:
-            lines.append(
-                f"'' is {NOWHERE}: the loss, and what the outermost module computes itself"
-            )
-        shown = itertools.islice(self.alone.items(), max(SHOWN, len(self.kept) + 2))
-        rows |= {f"only {path or NOWHERE}": errors for path, errors in shown}
+            lines.append(f"'' is {NOWHERE}, and what the outermost module computes itself")
+        rows |= {f"only {path or NOWHERE}": errors for path, errors in self.kept.items()}
         cells = [(name, *(f"{error:.2g}" for error in errors)) for name, errors in rows.items()]
         return "\n".join([*lines, table((low, "loss error", "gradient error"), cells)])
 
 
-def errors_of(comparison: Comparison) -> Errors:
-    """Returns the errors of a comparison; infinite if they are NaN."""
-    rows = {row.kind: row.relative_error for row in comparison.by_module(0)}
-    errors = {kind: math.inf if math.isnan(error) else error for kind, error in rows.items()}
-    return Errors(errors["result"], errors["gradient"])
+def _infinite_if_nan(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
@@ -269,18 +252,19 @@ def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
     Raises: ValueError if there is none, or none that a rule could name.
     """
     settings = plan.request.settings
-    half = str(settings.compute_dtype)
-    scopes_with: dict[str, dict[str, None]] = {half: {}, str(E4M3): {}}  # by dtype
-    of_modules = False
+    paths, of_modules = [], False  # a path for each operation, with its dtypes
     for operation in operations_of(steps_of(plan)):
         if operation.node.region.is_decided:  # by an autocast inside
             continue
         modules = module_paths(_jax_compat.scope_names(operation.scope))
         of_modules = of_modules or bool(modules)
         path = modules[0] if modules else path_in_rules(scopes_path(operation.scope))
-        for dtype in (*operation.dtypes_in, *operation.dtypes_out):
-            scopes_with.setdefault(dtype, {})[path] = None
-    in_half = list(scopes_with[half])
+        paths.append((path, {*operation.dtypes_in, *operation.dtypes_out}))
+
+    def with_dtype(dtype: Any) -> list[str]:
+        return list(dict.fromkeys(path for path, dtypes in paths if str(dtype) in dtypes))
+
+    in_half = with_dtype(settings.compute_dtype)
     if not in_half:
         raise ValueError(
             "find_float32 got a function in which autocast puts nothing in half: it has no "
@@ -294,8 +278,8 @@ def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
             "and Equinox that are arguments; elsewhere write with jax.named_scope('head'): "
             "around each part, such as the call of a layer."
         )
-    asked = half if settings.policy.product_dtype is None else str(E4M3)
-    return in_half, list(scopes_with[asked]), of_modules
+    asked = in_half if settings.policy.product_dtype is None else with_dtype(E4M3)
+    return in_half, asked, of_modules
 
 
 def _without_float8(policy: str | Policy) -> str:

@@ -49,12 +49,9 @@ def evaluate(
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     inputs.clear()
     reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
-    last_use = {
-        atom: index
-        for index, atoms in enumerate(reads)
-        for atom in atoms
-        if not isinstance(atom, Literal)
-    }
+    last_use: dict[Any, int] = {}
+    for index, atoms in enumerate(reads):
+        last_use |= {atom: index for atom in atoms if not isinstance(atom, Literal)}
 
     def read(atom: Any, equation: JaxprEqn | None) -> Any:
         return of_literal(atom, equation) if isinstance(atom, Literal) else values[atom]
@@ -232,7 +229,7 @@ class Cause(NamedTuple):
     order: float
     # "operation"; "whole", a loop or kernel inside which none was found; "argument", "constant".
     kind: str
-    name: str  # the primitive; of an argument its path
+    name: str  # the primitive; "argument args[0]['w']", "constant"
     dtype: str  # of what came out, and so is the state
     state: int
     location: Location
@@ -326,12 +323,12 @@ class Interpreter:
         self._follows_vanishing = follows_vanishing
         self.vanished: list[tuple[Cause, Location]] = []
 
-    def given(self, value: Any, kind: str, name: str, location: Location) -> Checked:
-        """Checks an "argument" or a "constant"; an infinity may be meant, as in a mask."""
+    def given(self, value: Any, name: str, location: Location) -> Checked:
+        """Checks an argument or a constant; an infinity may be meant, as in a mask."""
         state = state_of(value)
         if state == FINITE:
             return Checked(value)
-        order = next(self._order) if state == NAN else math.inf
+        order, kind = next(self._order) if state == NAN else math.inf, name.split()[0]
         dtype, read = str(value.dtype), (operand(value),)
         return Checked(value, Cause(order, kind, name, dtype, state, location, read))
 
@@ -340,7 +337,7 @@ class Interpreter:
         jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
 
         def given(value: Any, reader: JaxprEqn | None) -> Checked:
-            return self.given(value, "constant", "", here if reader is None else here.at(reader))
+            return self.given(value, "constant", here if reader is None else here.at(reader))
 
         def reader_of(variable: Any) -> JaxprEqn | None:
             return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
@@ -353,16 +350,10 @@ class Interpreter:
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
-        match here.equation.primitive.name:
-            case "scan":
-                return self._scan(inputs, here)
-            case "cond":
-                return self._cond(inputs, here)
-            case "shard_map":
-                return self._shard_map(inputs, here)
-            case name if name in _jax_compat.CALLS:
-                return self._call(inputs, here)
-        return self._operation(inputs, here)
+        name = here.equation.primitive.name
+        ways = {"scan": self._scan, "cond": self._cond, "shard_map": self._shard_map}
+        other = self._call if name in _jax_compat.CALLS else self._operation
+        return ways.get(name, other)(inputs, here)
 
     def _operation(
         self,
@@ -412,18 +403,15 @@ class Interpreter:
         read = tuple(operand(x.value) for x in inputs if has_floats(x.value))
         order, kind = next(self._order), "whole" if is_whole else "operation"
         name, dtype = here.equation.primitive.name, str(result.dtype)
-        meant = [x.cause for x in inputs if x.cause is not None and x.cause.may_be_meant]
-        given = tuple(dict.fromkeys(x.name for x in meant if x.kind == "argument"))
+        causes = [x.cause for x in inputs if x.cause is not None]
+        given = tuple(dict.fromkeys(x.name for x in causes if x.kind == "argument"))
         return Cause(order, kind, name, dtype, state, here, read, given)
 
     def _call(self, inputs: list[Checked], here: Location) -> list[Checked]:
         equation = here.equation
-        name = equation.primitive.name
-        inner = here.within(name)
-        if _jax_compat.is_jit(equation):
-            inner = here.within(f"jit {_jax_compat.called_name(equation)}")
-        elif name in _jax_compat.REMAT:  # autocast puts in some that the user does not know
-            inner = here
+        # Of a remat nothing is said: autocast puts in some that the user does not know.
+        is_jit = _jax_compat.is_jit(equation)
+        inner = here.within(f"jit {_jax_compat.called_name(equation)}") if is_jit else here
         return self.run(_jax_compat.called(equation.params), inputs, inner)
 
     def _cond(self, inputs: list[Checked], here: Location) -> list[Checked]:

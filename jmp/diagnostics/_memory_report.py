@@ -18,7 +18,7 @@ import optax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall, argument_numbers, cotangent, is_trained, vjp_at
+from jmp._array_calls import ArrayCall, cotangent, is_trained, vjp_at
 from jmp._messages import wrong
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._numbers import shape_of, size_of
@@ -106,12 +106,14 @@ def memory_report(
         call = ArrayCall(function, args, kwargs)
         structs = jax.eval_shape(lambda *leaves: leaves, *call.arrays)
         parameters = call.within(argnums, "memory_report")
-        weights = _frozen_positions(call, frozen, parameters, len(args))
+        weights = call.within(frozen, "memory_report", "frozen")
+        if weights.keys() & parameters.keys():
+            expected = "arguments that are not among argnums: a trained one is not frozen"
+            raise wrong(ValueError, "memory_report", frozen, expected, name="frozen")
         moving = list(call.floating_within(argnums, "memory_report"))
         # As `jax.grad` gives gradients: a tuple for several arguments.
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-        init = optimizer.init if optimizer else lambda params: ()
-        state = jax.eval_shape(init, _trained(params))
+        state = jax.eval_shape(optimizer.init, _trained(params)) if optimizer else ()
 
         # The loss, and the arrays of what is not differentiated.
         def loss(*arrays: Any) -> tuple[Any, list[Any]]:
@@ -137,21 +139,6 @@ def memory_report(
         )
 
     return count
-
-
-def _frozen_positions(
-    call: ArrayCall, frozen: int | Sequence[int], trained: Iterable[int], count: int
-) -> list[int]:
-    """Returns the positions of the arrays of frozen arguments, of which there are `count` in all.
-
-    Raises: ValueError for an argument that is not there, or that is trained.
-    """
-    numbers = argument_numbers(frozen, count, "memory_report", "frozen")
-    positions = list(call.within(tuple(numbers), "memory_report"))
-    if {*positions} & {*trained}:
-        expected = "arguments that are not among argnums: a trained one is not frozen"
-        raise wrong(ValueError, "memory_report", frozen, expected, name="frozen")
-    return positions
 
 
 def _trained(tree: PyTree) -> PyTree:
@@ -294,14 +281,13 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
     >>> "N : P" in compare_memory(reports)
     True
     """
-    is_mapping = isinstance(reports, Mapping)
-    if not (is_mapping and all(isinstance(r, MemoryReport) for r in reports.values())):
+    are_reports = isinstance(reports, Mapping) and len(reports) > 0
+    if not (are_reports and all(isinstance(r, MemoryReport) for r in reports.values())):
         by_name = "{'float32': report, 'mixed_float16': other}"
         expected = f"what memory_report(fun)(*args) returned, by name: {by_name}"
         raise wrong(TypeError, "compare_memory", reports, expected)
     columns = list(map(_column, reports.values()))
-    names = columns[0] if columns else {}
-    rows = [(name, *(column[name] for column in columns)) for name in names]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     return table(("", *reports), [row for row in rows if any(row[1:])])
 
 

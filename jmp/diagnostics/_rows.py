@@ -3,10 +3,10 @@
 Hazards are sentences that ask the user to act. Most programs have none.
 """
 
-import collections
 import dataclasses
 import math
 import re
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -107,8 +107,7 @@ def with_repeated(rows: Iterable[Row]) -> list[Row]:
     """
 
     def starred(row: Row) -> Row:
-        module = NUMBER.sub("*", row.module)
-        return dataclasses.replace(row, module=module, times=1, flops=0)
+        return dataclasses.replace(row, module=NUMBER.sub("*", row.module), times=1, flops=0)
 
     renamed = []
     for some in grouped(rows, starred).values():
@@ -210,12 +209,12 @@ def hazards_of(plan: Plan, found: list[tuple[Row, Operation]], rows: list[Row]) 
 
 def is_deliberate(operation: Operation, plan: Plan) -> bool:
     """Returns whether a product is in float32 because somebody asked for it, or it is exact."""
-    is_asked_for = (
+    return is_product(operation.equation) and (
         is_callers_wish(operation, plan)
         or operation.node.region.is_decided
         or bool(asked_for(operation.equation))
+        or operation.why in WHY_EXACT
     )
-    return is_product(operation.equation) and (is_asked_for or operation.why in WHY_EXACT)
 
 
 def in_the_wrong_dtype(rows: list[Row], half: str) -> Iterator[str]:
@@ -315,10 +314,10 @@ def odd_sizes(found: list[tuple[Row, Operation]]) -> Iterator[str]:
 def no_float8(rows: list[Row]) -> Iterator[str]:
     """Yields why no product is float8, if the policy asks for float8 products."""
     lead = "; not float8: "
-    if not any(row.dtype_in == FLOAT8 for row in rows):
-        reasons = collections.Counter(row.why.split(lead)[1] for row in rows if lead in row.why)
-        for why, _ in reasons.most_common(1):
-            yield f"the policy asks for float8 products, and none is float8: {why}"
+    reasons = [row.why.split(lead)[1] for row in rows if lead in row.why]
+    if reasons and not any(row.dtype_in == FLOAT8 for row in rows):
+        why = statistics.mode(reasons)
+        yield f"the policy asks for float8 products, and none is float8: {why}"
 
 
 def _at(row: Row) -> str:

@@ -326,7 +326,7 @@ def test_an_infinity_that_was_given_is_named_if_nobody_else_is_to_blame():
     # An operation that makes a NaN of it says which argument held it.
     found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
     assert found.operation == "sub"
-    assert "came in with args[0]. If they are data, look there" in found.cure
+    assert "came in with argument args[0]. If they are data, look there" in found.cure
     # So is one that a product reads.
     loss = lambda w, batch: jnp.sum(jnp.tanh(batch["x"].astype(jnp.float16) @ w))
     batch = {"x": jnp.ones((2, 4)).at[0].set(jnp.inf)}
