@@ -288,7 +288,7 @@ def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float)
     errors = np.abs(a[both] - b[both])
     if not np.all(both | (a == b)):
         errors = np.array([math.nan if np.any(np.isnan(b)) else math.inf])
-    return _difference(kind, path, a.size, errors, b[both], errors)
+    return _error_row(kind, path, a.size, errors, b[both], errors)
 
 
 def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
@@ -296,13 +296,19 @@ def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
     errors = [row.error_norm for row in rows]
     references = [row.reference_norm for row in rows]
     largest = [row.largest_error for row in rows]
-    return _difference(kind, path, sum(row.elements for row in rows), errors, references, largest)
+    elements = sum(row.elements for row in rows)
+    return _error_row(kind, path, elements, errors, references, largest)
 
 
-def _difference(
+def _error_row(
     kind: str, path: str, elements: int, errors: Any, references: Any, largest: Any
 ) -> Difference:
-    """Returns a row, given errors, numbers of the reference, or the norms of some, and errors."""
+    """Returns a row.
+
+    Args:
+      errors, references: numbers, or the norms of parts: their Euclidean norms count.
+      largest: errors of which the largest counts.
+    """
     error, reference = float(np.linalg.norm(errors)), float(np.linalg.norm(references))
     relative = math.inf
     if error == 0 or math.isnan(error):

@@ -409,7 +409,7 @@ class Interpreter:
 
     def _call(self, inputs: list[Checked], here: Location) -> list[Checked]:
         equation = here.equation
-        # Of a remat nothing is said: autocast puts in some that the user does not know.
+        # A remat has no label: autocast puts in some that the user does not know.
         is_jit = _jax_compat.is_jit(equation)
         inner = here.within(f"jit {_jax_compat.called_name(equation)}") if is_jit else here
         return self.run(_jax_compat.called(equation.params), inputs, inner)

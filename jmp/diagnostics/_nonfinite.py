@@ -171,7 +171,7 @@ def _range_of(operand: Operand) -> str:
     return ", ".join(found)
 
 
-# What to do.
+# Cures.
 
 # Primitives that are infinite or NaN if one operand is zero, with the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}

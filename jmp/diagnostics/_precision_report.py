@@ -59,8 +59,8 @@ def precision_report(
         `assert_products_in(jax.grad(...), dtype)` checks the backward pass. The report traces
         copies of nnx modules among the arguments; half arrays of Equinox modules count as float32
         numbers, as in `equinox.autocast`. A part of `fun` that is under autocast already, such as a
-        model that an adapter wrapped, is shown in its dtypes, without reasons, and counts in the
-        numbers without autocast too: ask about the model before it is wrapped.
+        model that an adapter wrapped, is shown in its dtypes, without reasons: ask about the model
+        before it is wrapped.
       options: further options of `jmp.autocast`, such as `rules=` with paths.
 
     Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.

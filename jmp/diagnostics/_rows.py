@@ -154,7 +154,7 @@ def flops_of(equation: JaxprEqn) -> int:
     return 2 * math.prod(left) * right[-1]
 
 
-def sizes_of(equation: JaxprEqn) -> dict[str, int]:
+def tensor_core_sizes(equation: JaxprEqn) -> dict[str, int]:
     """Returns the sizes of a `dot_general` that tensor cores cut into pieces, by their names.
 
     There are none if other kernels run, as for a vector.
@@ -284,14 +284,13 @@ def odd_sizes(found: list[tuple[Row, Operation]]) -> Iterator[str]:
     """Yields a sentence for products in half or float8 with sizes that a GPU pads.
 
     For a GPU with tensor cores XLA copies the operands of such a matrix product into padded ones
-    and cuts out the result (its passes `cublas_pad_for_gemms` and, for float16,
-    `cudnn_pad_for_convolutions`), unless it takes a Triton kernel; NVIDIA's guide to matrix
-    multiplication says that tensor cores are most efficient at multiples of 16 bytes. Compiled for
-    an H200 with cuBLAS, 4096 x 4096 by 4096 x 4095 in float16 moves 2.3 times the bytes of its
-    neighbour with 4096 columns.
+    and cuts out the result (its pass `cublas_pad_for_gemms`), unless it takes a Triton kernel;
+    NVIDIA's guide to matrix multiplication says that tensor cores are most efficient at multiples
+    of 16 bytes. Compiled for an H200 with cuBLAS, 4096 x 4096 by 4096 x 4095 in float16 moves 2.3
+    times the bytes of its neighbour with 4096 columns.
 
-    The turns of scans count. Products with a vector, convolutions and ragged products have no
-    sentence: they use other kernels.
+    The turns of scans count. Products with a vector and ragged products use other kernels, and
+    have no sentence; convolutions have none either.
     """
     total, odd = 0, []
     for row, operation in found:
@@ -299,7 +298,7 @@ def odd_sizes(found: list[tuple[Row, Operation]]) -> Iterator[str]:
             continue
         total += row.flops
         multiple = MULTIPLES[row.dtype_in]
-        sizes = sizes_of(operation.equation).items()
+        sizes = tensor_core_sizes(operation.equation).items()
         if words := [f"{length} {name}" for name, length in sizes if length % multiple]:
             why = f"{row.dtype_in} with {', '.join(words)}, no multiple of {multiple}"
             odd.append(dataclasses.replace(row, why=why))
