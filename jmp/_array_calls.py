@@ -97,7 +97,9 @@ class ArrayCall:
         """Calls the function and returns the arrays among its results, flat."""
         return [leaf for leaf in jax.tree.leaves(self(*arrays)) if holds_numbers(leaf)]
 
-    def within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
+    def within(
+        self, argnums: int | Sequence[int], caller: str, name: str = "argnums"
+    ) -> dict[int, str]:
         """Returns the arrays of some arguments: the position of each in `arrays`, and its path.
 
         Arrays with an `Untrained` name are left out.
@@ -105,9 +107,9 @@ class ArrayCall:
         Args:
           argnums: as in `jax.grad`. With several numbers, each path starts with the number of its
             argument.
-          caller: as for `argument_numbers`.
+          caller, name: as for `argument_numbers`.
         """
-        numbers = argument_numbers(argnums, self._count, caller)
+        numbers = argument_numbers(argnums, self._count, caller, name)
         start = 2 if isinstance(argnums, int) else 1
         found: dict[int, str] = {}
         for position, path in enumerate(self.paths):

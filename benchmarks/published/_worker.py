@@ -21,8 +21,9 @@ import jmp
 from benchmarks import published
 from benchmarks.published import Model, Row
 from jmp.autocasting._operations import is_product
+from jmp.autocasting._propagation import walk
 from jmp.diagnostics import precision_report
-from jmp.diagnostics._walk import with_places
+from jmp.diagnostics._places import module_and_line
 
 HALVES = ("float16", "bfloat16")
 # Taken in this order until the gradient is finite, as a dynamic loss scale would.
@@ -148,12 +149,14 @@ def points(params: Any) -> list[Any]:
 def counted(closed: Any) -> dict[str, Any]:
     """Counts the products of a program, each once that stands in it, and names those not half."""
     total, others = 0, collections.Counter()
-    for equation, path, source in with_places(closed.jaxpr):
+    for visit in walk(closed.jaxpr):
+        equation: Any = visit.equation
         if not is_product(equation):
             continue
         total += 1
         dtypes = {atom.aval.dtype for atom in equation.invars}
         if not {str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating)} <= set(HALVES):
+            path, source = module_and_line(visit)
             others[f"{equation.primitive.name} at {short(source)} ({path})"] += 1
     return {"products": total, "half": total - others.total(), "others": dict(others)}
 

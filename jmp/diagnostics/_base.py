@@ -30,6 +30,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+R = TypeVar("R", bound=Any)  # a dataclass
 
 
 def asked_function(
@@ -138,7 +139,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings."""
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in self.computed}
+        data = dataclasses.asdict(self) | {name: getattr(self, name) for name in self.computed}
+        return {name: value for name, value in data.items() if not name.startswith("_")}
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -163,6 +165,24 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+def added_up(rows: Iterable[R], *numbers: str) -> list[R]:
+    """Returns one dataclass for those that differ only in some numbers, which are added up.
+
+    >>> rows = [Report(), Report()]
+    >>> added_up(rows) == rows[:1]
+    True
+    """
+
+    def others(row: R) -> R:
+        return dataclasses.replace(row, **dict.fromkeys(numbers, 0))
+
+    def sums(some: list[R]) -> dict[str, int]:
+        return {name: sum(getattr(row, name) for row in some) for name in numbers}
+
+    groups = grouped(rows, others).values()
+    return [dataclasses.replace(some[0], **sums(some)) for some in groups]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
-from jmp._messages import check_number, described, wrong
+from jmp._messages import check_number, described
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._base import Report, asked_function, grouped, split_arguments, table
 from jmp.loss_scaling._gradients import pair_of
@@ -108,9 +108,10 @@ class Difference:
       path: names in the result, or in the differentiated argument, joined by slashes; "" at the
         root. With several `argnums` the argument's number comes first.
       elements: the number of elements of a.
-      nonfinite, reference_nonfinite: how many elements of a, and of b, are infinite or NaN.
       error_norm, reference_norm: Euclidean, of a - b and of b.
       largest_error: the largest absolute a - b.
+      relative_error: ||a - b|| / ||b||; 0 if both are zero, infinite if only b is, NaN if b has a
+        NaN.
 
     >>> from jmp.diagnostics import compare
     >>> comparison = compare(lambda w: jnp.sum(w @ w), "mixed_bfloat16")(jnp.eye(2))
@@ -121,19 +122,10 @@ class Difference:
     kind: str
     path: str
     elements: int
-    nonfinite: int
-    reference_nonfinite: int
     error_norm: float
     reference_norm: float
     largest_error: float
-
-    @property
-    def relative_error(self) -> float:
-        """||a - b|| / ||b||; 0 if both are zero, infinite if only b is, NaN if b has a NaN."""
-        if self.error_norm == 0 or math.isnan(self.error_norm):
-            return self.error_norm
-        finite = math.isfinite(self.error_norm) and self.reference_norm > 0
-        return self.error_norm / self.reference_norm if finite else math.inf
+    relative_error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +170,6 @@ class Comparison(Report):
         prefix = lambda row: (row.kind, "/".join(row.path.split("/")[:depth]))
         groups = grouped(self.rows, prefix).items()
         return self._worst_first(error_of_all(*key, leaves) for key, leaves in groups)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings.
-
-        Errors may be infinite or NaN.
-        """
-        rows = [{**vars(row), "relative_error": row.relative_error} for row in self.rows]
-        return super().to_dict() | {"rows": rows}
 
     def __str__(self) -> str:
         scaled = f", loss scale {self.scale:g}" if self.scale != 1 else ""
@@ -233,7 +217,13 @@ def results_and_gradients(
     scale: float,
     has_aux: bool = False,
 ) -> Results:
-    """Returns results and gradients, by kind and path, from one compiled program."""
+    """Returns results and gradients, by kind and path, from one compiled program.
+
+    The means of the results are added up, multiplied by `scale` and differentiated. With `has_aux`
+    only the first result counts.
+
+    Raises: as `compare`.
+    """
     call = ArrayCall(fun, *given)
     positions = {
         ("gradient", path): i
@@ -241,10 +231,17 @@ def results_and_gradients(
         if jnp.issubdtype(call.arrays[i].dtype, jnp.inexact)
     }
 
+    def of_arrays(*arrays: jax.Array) -> tuple[PyTree, PyTree]:
+        results = jax.tree.map(jnp.asarray, call(*arrays))
+        if not has_aux:
+            _refuse_loss_with_aux(results)
+            return results, None
+        return pair_of(results, "(loss, aux)")
+
     def compute(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
-        of_arrays = lambda *arrays: jax.tree.map(jnp.asarray, call(*arrays))
-        results, vjp = vjp_at(of_arrays, arrays, list(positions.values()))
-        return results, vjp(cotangents_of(results, scale, has_aux))
+        results, vjp, aux = vjp_at(of_arrays, arrays, list(positions.values()), has_aux=True)
+        gradients = vjp(jax.tree.map(lambda x: cotangent(x, scale / max(1, x.size)), results))
+        return (results, aux) if has_aux else results, gradients
 
     results, gradients = jax.jit(compute)(*call.arrays)
     return {
@@ -253,31 +250,14 @@ def results_and_gradients(
     } | dict(zip(positions, gradients, strict=True))
 
 
-def cotangents_of(results: PyTree, scale: float, has_aux: bool) -> PyTree:
-    """Returns the cotangents of results whose means are added up and multiplied by a scale.
-
-    Args:
-      has_aux: whether the results are a pair, of which only the first counts.
-
-    Raises: as `compare`.
-    """
-
-    def of_mean(x: Any) -> Any:
-        return cotangent(x, scale / max(1, x.size))
-
-    if has_aux:
-        loss, aux = pair_of(results, "(loss, aux)")
-        zeros = [cotangent(x, 0) for x in jax.tree.leaves(aux)]
-        leaves = [*map(of_mean, jax.tree.leaves(loss)), *zeros]
-        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+def _refuse_loss_with_aux(results: PyTree) -> None:
     is_pair = isinstance(results, (tuple, list)) and len(results) == 2
-    if is_pair and jax.tree.leaves(results)[0] is results[0] and np.ndim(results[0]) == 0:
+    if is_pair and isinstance(results[0], jax.Array) and results[0].ndim == 0:
         raise TypeError(
             "compare got a pair of a scalar and something else, whose means it would add up. If "
             "they are (loss, aux), write has_aux=True, which differentiates only the loss. "
             "Otherwise return them in a dictionary, or one: lambda *args: fun(*args)[0]."
         )
-    return jax.tree.map(of_mean, results)
 
 
 def comparison_of(
@@ -304,76 +284,77 @@ def error_of(kind: str, path: str, a: np.ndarray, b: np.ndarray, divisor: float)
     with np.errstate(invalid="ignore"):  # NumPy makes NaN of a complex infinity over a real number
         a = a.astype(wide).ravel() / divisor
     b = b.astype(wide).ravel()
-    is_finite, is_reference_finite = np.isfinite(a), np.isfinite(b)
-    both = is_finite & is_reference_finite
+    both = np.isfinite(a) & np.isfinite(b)
     errors = np.abs(a[both] - b[both])
     if not np.all(both | (a == b)):
         errors = np.array([math.nan if np.any(np.isnan(b)) else math.inf])
-    return Difference(
-        kind=kind,
-        path=path,
-        elements=a.size,
-        nonfinite=int(np.sum(~is_finite)),
-        reference_nonfinite=int(np.sum(~is_reference_finite)),
-        error_norm=float(np.linalg.norm(errors)),
-        reference_norm=float(np.linalg.norm(b[both])),
-        largest_error=float(errors.max(initial=0)),
-    )
+    return _error_row(kind, path, a.size, errors, b[both], errors)
 
 
 def error_of_all(kind: str, path: str, rows: list[Difference]) -> Difference:
     """Returns the error of the leaves of all rows as one vector."""
+    errors = [row.error_norm for row in rows]
+    references = [row.reference_norm for row in rows]
+    largest = [row.largest_error for row in rows]
+    elements = sum(row.elements for row in rows)
+    return _error_row(kind, path, elements, errors, references, largest)
 
-    def of(name: str) -> list[Any]:
-        return [getattr(row, name) for row in rows]
 
+def _error_row(
+    kind: str, path: str, elements: int, errors: Any, references: Any, largest: Any
+) -> Difference:
+    """Returns a row.
+
+    Args:
+      errors, references: numbers, or the norms of parts: their Euclidean norms count.
+      largest: errors of which the largest counts.
+    """
+    error, reference = float(np.linalg.norm(errors)), float(np.linalg.norm(references))
+    relative = math.inf
+    if error == 0 or math.isnan(error):
+        relative = error
+    elif math.isfinite(error) and reference > 0:
+        relative = error / reference
     return Difference(
         kind=kind,
         path=path,
-        elements=sum(of("elements")),
-        nonfinite=sum(of("nonfinite")),
-        reference_nonfinite=sum(of("reference_nonfinite")),
-        # NumPy keeps a NaN beside an infinity; Python's own functions pass over it.
-        error_norm=float(np.linalg.norm(of("error_norm"))),
-        reference_norm=math.hypot(*of("reference_norm")),
-        largest_error=float(np.max(of("largest_error"))),
+        elements=elements,
+        error_norm=error,
+        reference_norm=reference,
+        largest_error=float(np.max(largest, initial=0)),  # NumPy keeps a NaN
+        relative_error=relative,
     )
 
 
 def cells_of(row: Difference, is_negligible: bool) -> tuple[str, ...]:
     """Returns a row of a table, in the order of `COLUMNS`."""
+    errors = row.relative_error, row.largest_error, row.reference_norm
     remark = "below rounding" if is_negligible else ""
-    if row.nonfinite or row.reference_nonfinite:
-        remark = f"not finite: {row.nonfinite}, in the reference {row.reference_nonfinite}"
-    return (
-        row.kind, row.path, str(row.elements), f"{row.relative_error:.2g}",
-        f"{row.largest_error:.2g}", f"{row.reference_norm:.2g}", remark,
-    )  # fmt: skip
+    return row.kind, row.path, str(row.elements), *(f"{error:.2g}" for error in errors), remark
 
 
 # Log-probabilities.
 
 
 def logprob_gap(
-    trained: Callable[..., Any], sampled: Callable[..., Any], *early: Any, where: Any = None
+    trained: Callable[..., Any], sampled: Callable[..., Any], *early: Any
 ) -> Callable[..., "LogprobGap"]:
     """Returns a function that measures |log p - log q| per token between two programs.
 
     Each takes the same arguments and returns log-probabilities of the same tokens, one number a
     token, in arrays of one shape: `trained` log p, as training computes it, `sampled` log q, as the
     loop that generates does. Both run on the device as they are given: wrap them in `jmp.autocast`.
-    The differences are computed in float64 on the host.
+    The differences are computed in float64 on the host. Paddings, and tokens after the end of a
+    text, should not count: return only those that do, such as `log_p[mask]`.
 
     Args:
       trained, sampled: functions of arrays, or of any pytrees.
-      where: booleans of that shape that say which tokens count; by default all. Paddings, and
-        tokens after the end of a text, should not.
 
     Returns: a function of their arguments that returns a `LogprobGap`.
 
     Raises:
       TypeError: one of them is no function or returns no floating array.
-      ValueError: shapes differ, `where` is not boolean, or no token counts.
+      ValueError: shapes differ, or no token is finite in both.
 
     >>> logits, tokens = jnp.eye(3), jnp.arange(3)
     >>> def score(logits):
@@ -395,7 +376,7 @@ def logprob_gap(
                 f"logprob_gap got log-probabilities of the shapes {log_p.shape} and {log_q.shape}; "
                 "expected one number for each of the same tokens from both functions."
             )
-        return _gap(log_p, log_q, _counted(where, log_p.shape))
+        return _gap(log_p, log_q)
 
     return measure
 
@@ -408,11 +389,10 @@ class LogprobGap(Report):
     or NaN, is counted in `nonfinite` and is no part of the other numbers.
 
     Attributes:
-      tokens: how many tokens count.
+      tokens: how many tokens there are.
       nonfinite: how many of them have a gap that is not finite.
       mean, maximum: of |log p - log q|.
       quantiles: of |log p - log q|, by their share: 0.5, 0.9, 0.99.
-      place: the index of the token of the largest gap.
       bias: the mean of log p - log q, with its sign.
       effective_sample_size: of the importance ratios r = p / q, as a share of the tokens:
         (sum r)^2 / (n sum r^2) (Kong 1992); 1 if all ratios are equal.
@@ -431,16 +411,14 @@ class LogprobGap(Report):
     mean: float
     maximum: float
     quantiles: dict[float, float]
-    place: tuple[int, ...]
     bias: float
     effective_sample_size: float
 
     def __str__(self) -> str:
         rows = [("mean", f"{self.mean:.3g}"), ("maximum", f"{self.maximum:.3g}")]
         rows += [(f"quantile {share}", f"{gap:.3g}") for share, gap in self.quantiles.items()]
-        place = ", ".join(map(str, self.place))
         lines = [
-            f"|log p - log q| of {self.tokens:,} tokens, the largest at [{place}]:",
+            f"|log p - log q| of {self.tokens:,} tokens:",
             table(("", "nats"), rows),
             f"log p - log q on average: {self.bias:.3g}",
             f"effective sample size of p / q: {self.effective_sample_size:.4f} of the tokens",
@@ -462,35 +440,23 @@ def _scores(found: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.asarray(found).astype(np.float64)
 
 
-def _counted(where: Any, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Returns which tokens count."""
-    if where is None:
-        return np.ones(shape, bool)
-    counted = np.asarray(where)
-    if counted.dtype != bool or counted.shape != shape:
-        expected = f"booleans of the shape of the log-probabilities, {shape}"
-        raise wrong(ValueError, "logprob_gap", where, expected, name="where")
-    return counted
-
-
-def _gap(log_p: Any, log_q: Any, counted: Any) -> LogprobGap:
+def _gap(log_p: Any, log_q: Any) -> LogprobGap:
+    """Returns the gap of log-probabilities in float64."""
     with np.errstate(invalid="ignore"):
-        difference = np.where(log_p == log_q, 0, log_p - log_q)
-    finite = counted & np.isfinite(difference)
-    found = difference[finite]
+        differences = np.where(log_p == log_q, 0, log_p - log_q)
+    found = differences[np.isfinite(differences)]
     if not found.size:
         raise ValueError(
-            f"logprob_gap found no token with finite log-probabilities in both, of {counted.sum()}."
+            f"logprob_gap found no token with finite log-probabilities in both, of {log_p.size}."
         )
-    gaps = np.where(finite, np.abs(difference), -1)
+    gaps = np.abs(found)
     ratios = np.exp(found - found.max())  # their common factor drops out
     return LogprobGap(
-        tokens=int(counted.sum()),
-        nonfinite=int(counted.sum() - found.size),
-        mean=float(np.abs(found).mean()),
+        tokens=log_p.size,
+        nonfinite=log_p.size - found.size,
+        mean=float(gaps.mean()),
         maximum=float(gaps.max()),
-        quantiles={share: float(np.quantile(np.abs(found), share)) for share in QUANTILES},
-        place=tuple(map(int, np.unravel_index(gaps.argmax(), gaps.shape))),
+        quantiles={share: float(np.quantile(gaps, share)) for share in QUANTILES},
         bias=float(found.mean()),
         effective_sample_size=float(ratios.sum() ** 2 / (ratios.size * (ratios**2).sum())),
     )

@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import glob
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
-from jmp._messages import first_few
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._request import module_paths
@@ -33,22 +32,22 @@ from jmp.diagnostics._base import (
     table,
     without_warnings_of_plans,
 )
-from jmp.diagnostics._comparison import (
-    Comparison,
-    check_positive,
-    comparison_of,
-    results_and_gradients,
-)
-from jmp.diagnostics._walk import path_in_rules, scopes_path
+from jmp.diagnostics._comparison import check_positive, comparison_of, results_and_gradients
+from jmp.diagnostics._places import path_in_rules, scopes_path
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.loss_scaling._scales import StaticLossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import cast_to_at_least_float32
 
-SHOWN = 8
 NOWHERE = "what is in no scope"
-Errors = tuple[float, float]  # of the loss, of the gradient
+
+
+class Errors(NamedTuple):
+    """Relative errors: of the loss, and of the gradient, all leaves as one vector."""
+
+    loss: float
+    gradient: float
 
 
 def find_float32(
@@ -139,69 +138,38 @@ def find_float32(
         with without_warnings_of_plans():
             plan = program.trace(*given).plan
         scopes, asked, of_modules = _scopes_of(plan)
+        plan.request.policy_rules.warn_unused()
         with jax.default_matmul_precision("highest"):
             reference = results_and_gradients(loss, given, argnums, 1.0)
         _check_finite(reference)
 
-        def rules_with(kept: Iterable[str]) -> list[Rule]:
-            policies = dict.fromkeys(scopes, str(policy)) | dict.fromkeys(kept, higher)
+        def rules_without(low: frozenset[str]) -> list[Rule]:
+            policies = {path: str(policy) if path in low else higher for path in scopes}
             return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
 
-        def comparison(rules: Sequence[Rule]) -> Comparison:
-            lowered = autocast(loss, policy, **options, rules=rules)
-            found = results_and_gradients(lowered, given, argnums, scale)
-            return comparison_of(policy, scale, found, reference)
-
-        tried: dict[frozenset[str], Errors] = {}
-
+        @functools.cache
         def errors(low: frozenset[str]) -> Errors:
-            if low not in tried:
-                with without_warnings_of_plans():
-                    tried[low] = errors_of(comparison(rules_with({*scopes} - low)))
-            return tried[low]
+            lowered = autocast(loss, policy, **options, rules=rules_without(low))
+            with without_warnings_of_plans():
+                found = results_and_gradients(lowered, given, argnums, scale)
+            of_all_leaves = comparison_of(policy, scale, found, reference).by_module(0)
+            error = {row.kind: _infinite_if_nan(row.relative_error) for row in of_all_leaves}
+            return Errors(error["result"], error["gradient"])
 
-        all_low = errors(frozenset(asked))
         kept = search(asked, errors, tolerance)
-        rules = rules_with(kept)
-        with_rules = comparison(rules)
-        alone = {path: tried[low] for path in asked if (low := frozenset([path])) in tried}
-        worst_first = sorted(alone.items(), key=lambda item: -max(item[1]))
+        low = frozenset(scopes) - kept
+        alone = {path: errors(frozenset([path])) for path in kept}
         return Float32Scopes(
             policy=str(get_policy(policy)),
             higher=higher,
             tolerance=tolerance,
-            rules=rules,
-            all_low=all_low,
-            scopes=[ScopeAlone(path, *both, path in kept) for path, both in worst_first],
-            comparison=with_rules,
-            loss_error=errors_of(with_rules)[0],
-            gradient_error=errors_of(with_rules)[1],
+            rules=rules_without(low),
+            all_low=errors(frozenset(asked)),
+            kept=dict(sorted(alone.items(), key=lambda item: -max(item[1]))),
+            errors=errors(low),
         )
 
     return find
-
-
-@dataclasses.dataclass(frozen=True)
-class ScopeAlone:
-    """The error of the program in which one scope has the policy, and all others what is higher.
-
-    That is float32, or of a policy with float8 products the same without float8.
-
-    Attributes:
-      path: names of scopes, or of modules, joined by slashes; "" for operations that are in none.
-        Operations of an inner scope do not count.
-      loss_error, gradient_error: relative errors, see `find_float32`; infinite if they are NaN.
-      is_kept: whether the rules that were found keep it out of the policy.
-
-    >>> scope = ScopeAlone("head", loss_error=0.2, gradient_error=0.1, is_kept=True)
-    >>> scope.path, scope.is_kept
-    ('head', True)
-    """
-
-    path: str
-    loss_error: float
-    gradient_error: float
-    is_kept: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +183,17 @@ class Float32Scopes(Report):
       rules: for `rules=` of `jmp.autocast`; the given rules come first. There is none if no scope
         needs `higher`.
       all_low: the errors of loss and gradient with all scopes in the policy.
-      scopes: the scopes that were tried alone, the worst first, and so all that need a rule.
-      comparison: `compare` of the program with these rules against float32.
-      loss_error, gradient_error: relative errors with these rules, the gradient's of all leaves as
-        one vector.
+      kept: the scopes that the rules keep out of the policy, by their paths, the worst first, with
+        the errors if only that scope is in the policy; "" stands for what is in no scope. Errors
+        that are NaN are infinite.
+      errors: the relative errors with these rules.
 
     >>> from jmp.diagnostics import find_float32
     >>> def loss(w):
     ...     with jax.named_scope("body"):
     ...         return jnp.sum(w @ w)
     >>> found = find_float32(loss, "mixed_bfloat16")(jnp.eye(2))
-    >>> found.rules, found.is_within, found.loss_error  # exact in bfloat16
+    >>> found.rules, found.is_within, found.errors.loss  # exact in bfloat16
     ([], True, 0.0)
     """
 
@@ -235,15 +203,13 @@ class Float32Scopes(Report):
     tolerance: float
     rules: list[Rule]
     all_low: Errors
-    scopes: list[ScopeAlone]
-    comparison: Comparison
-    loss_error: float
-    gradient_error: float
+    kept: dict[str, Errors]
+    errors: Errors
 
     @property
     def is_within(self) -> bool:
         """Whether both errors are within the tolerance."""
-        return max(self.loss_error, self.gradient_error) <= self.tolerance
+        return max(self.errors) <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, numbers and strings.
@@ -251,39 +217,30 @@ class Float32Scopes(Report):
         Errors may be infinite.
         """
         rules = [(str(target), str(policy)) for target, policy in self.rules]
-        return super().to_dict() | {"rules": rules, "comparison": self.comparison.to_dict()}
+        return super().to_dict() | {"rules": rules}
 
     def __str__(self) -> str:
         low, stay = "in half", "stay in float32"
         if self.higher != "float32":
             low, stay = "in float8", "stay out of float8"
-        kept = [scope for scope in self.scopes if scope.is_kept]
-        asked = f"{self.policy}, tolerance {self.tolerance:.3g}"
-        lines = [f"{asked}: no scope has to {stay}"]
-        if kept:
-            count = f"{len(kept)} scope{'s' * (len(kept) > 1)} must {stay}"
-            lines = [f"{asked}: {count}", "rules=["]
-            lines += [f"    {rule!r}," for rule in self.rules] + ["]"]
-            if any(not scope.path for scope in kept):
-                lines.append(
-                    f"'' is {NOWHERE}: the loss, and what the outermost module computes itself"
-                )
-        rows = [("all scopes, without rules", *self.all_low)] if kept else []
-        what = "with these rules" if self.rules else "all scopes"
-        rows.append((what, self.loss_error, self.gradient_error))
-        for scope in self.scopes[: max(SHOWN, len(kept) + 2)]:
-            name = f"only {scope.path or NOWHERE}"
-            rows.append((name, scope.loss_error, scope.gradient_error))
-        cells = [(name, f"{loss:.2g}", f"{grad:.2g}") for name, loss, grad in rows]
-        lines.append(table((low, "loss error", "gradient error"), cells))
-        return "\n".join(lines)
+        count = len(self.kept)
+        found = f"no scope has to {stay}"
+        if count:
+            found = f"{count} scope{'s' * (count > 1)} must {stay}"
+        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {found}"]
+        rows = {"with these rules" if self.rules else "all scopes": self.errors}
+        if self.kept:
+            lines += ["rules=[", *(f"    {rule!r}," for rule in self.rules), "]"]
+            rows = {"all scopes, without rules": self.all_low, **rows}
+        if "" in self.kept:
+            lines.append(f"'' is {NOWHERE}, and what the outermost module computes itself")
+        rows |= {f"only {path or NOWHERE}": errors for path, errors in self.kept.items()}
+        cells = [(name, *(f"{error:.2g}" for error in errors)) for name, errors in rows.items()]
+        return "\n".join([*lines, table((low, "loss error", "gradient error"), cells)])
 
 
-def errors_of(comparison: Comparison) -> Errors:
-    """Returns the relative errors of the loss and of the gradient, all leaves as one vector."""
-    rows = {row.kind: row.relative_error for row in comparison.by_module(0)}
-    errors = {kind: math.inf if math.isnan(error) else error for kind, error in rows.items()}
-    return errors["result"], errors["gradient"]
+def _infinite_if_nan(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
@@ -295,18 +252,19 @@ def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
     Raises: ValueError if there is none, or none that a rule could name.
     """
     settings = plan.request.settings
-    half = str(settings.compute_dtype)
-    scopes_with: dict[str, dict[str, None]] = {half: {}, str(E4M3): {}}  # by dtype
-    of_modules = False
+    paths, of_modules = [], False  # a path for each operation, with its dtypes
     for operation in operations_of(steps_of(plan)):
         if operation.node.region.is_decided:  # by an autocast inside
             continue
         modules = module_paths(_jax_compat.scope_names(operation.scope))
         of_modules = of_modules or bool(modules)
         path = modules[0] if modules else path_in_rules(scopes_path(operation.scope))
-        for dtype in (*operation.dtypes_in, *operation.dtypes_out):
-            scopes_with.setdefault(dtype, {})[path] = None
-    in_half = list(scopes_with[half])
+        paths.append((path, {*operation.dtypes_in, *operation.dtypes_out}))
+
+    def with_dtype(dtype: Any) -> list[str]:
+        return list(dict.fromkeys(path for path, dtypes in paths if str(dtype) in dtypes))
+
+    in_half = with_dtype(settings.compute_dtype)
     if not in_half:
         raise ValueError(
             "find_float32 got a function in which autocast puts nothing in half: it has no "
@@ -320,8 +278,8 @@ def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
             "and Equinox that are arguments; elsewhere write with jax.named_scope('head'): "
             "around each part, such as the call of a layer."
         )
-    asked = half if settings.policy.product_dtype is None else str(E4M3)
-    return in_half, list(scopes_with[asked]), of_modules
+    asked = in_half if settings.policy.product_dtype is None else with_dtype(E4M3)
+    return in_half, asked, of_modules
 
 
 def _without_float8(policy: str | Policy) -> str:
@@ -341,7 +299,7 @@ def search(
     Groups of scopes are tried alone in it. A group within the tolerance is done; any other is split
     in two, down to single scopes. So few culprits among many scopes take few trials, and it does
     not matter that with all of them everything is infinite. If the others together are still too
-    much, the worst of them go, until they are not; what was taken out for nothing is put back.
+    much, the worst of them go, until they are not.
 
     Args:
       scopes: the scopes that are asked about.
@@ -365,18 +323,12 @@ def search(
         middle = len(group) // 2
         return culprits(group[:middle]) | culprits(group[middle:])
 
-    def others() -> list[str]:
-        return [scope for scope in scopes if scope not in kept]
-
     kept = culprits(scopes)
-    taken_out = []
-    while error(others()) > tolerance:
-        taken_out.append(max(others(), key=lambda scope: error([scope])))
-        kept.add(taken_out[-1])
-    for scope in reversed(taken_out):
-        kept.remove(scope)
-        if error(others()) > tolerance:
-            kept.add(scope)
+    others = [scope for scope in scopes if scope not in kept]
+    while error(others) > tolerance:
+        worst = max(others, key=lambda scope: error([scope]))
+        others.remove(worst)
+        kept.add(worst)
     return kept
 
 
@@ -413,14 +365,11 @@ def rules_for(
 
 
 def _check_finite(expected: Mapping[tuple[str, str], Any]) -> None:
-    bad = [
-        f"the gradient of {path or 'the argument'}" if kind == "gradient" else "the loss"
-        for (kind, path), x in expected.items()
-        if not np.all(np.isfinite(np.asarray(x)))
-    ]
-    if bad:
-        raise ValueError(
-            f"find_float32 found {first_few(bad, len(bad), most=1)} infinite or NaN in float32, so "
-            "that there is nothing to compare with. "
-            "diagnostics.find_nonfinite(jax.grad(loss_fn))(*args) names the operation behind it."
-        )
+    for (kind, path), x in expected.items():
+        if not np.all(np.isfinite(np.asarray(x))):
+            what = f"the gradient of {path or 'the argument'}" if kind == "gradient" else "the loss"
+            raise ValueError(
+                f"find_float32 found {what} infinite or NaN in float32, so that there is nothing "
+                "to compare with. diagnostics.find_nonfinite(jax.grad(loss_fn))(*args) names the "
+                "operation behind it."
+            )

@@ -1,4 +1,7 @@
-"""Runs a program operation by operation and finds what made each result non-finite.
+"""Runs programs operation by operation: `replay`, and the `Interpreter` of `find_nonfinite`.
+
+`replay` binds operations again and shows every result to a function. The `Interpreter` finds what
+made each result non-finite.
 
 Each value is *checked*: it is known to be finite, infinite or NaN. One that is not finite has a
 *cause*: the operation that turned finite inputs into it, or the argument or constant that was given
@@ -13,20 +16,115 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp.autocasting._emit import ISLAND
-from jmp.autocasting._kinds import has_kind
+from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import scope_of
-from jmp.diagnostics._walk import evaluate, literal, scopes_path, users_line
+
+T = TypeVar("T")
+
+
+def evaluate(
+    jaxpr: Jaxpr,
+    inputs: list[T],
+    step: Callable[[JaxprEqn, list[T]], list[T]],
+    of_literal: Callable[[Any, JaxprEqn | None], T],
+) -> list[T]:
+    """Returns the outputs of an open jaxpr, in the form that the caller gives to values.
+
+    Args:
+      inputs: its constants, then its inputs, in the caller's form. The list is emptied, so that
+        each value is freed after its last use.
+      step: given an equation and its operands, returns its results. It runs in the equation's
+        place: source line, name scopes, mesh, compute type.
+      of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
+    """
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    inputs.clear()
+    reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
+    last_use: dict[Any, int] = {}
+    for index, atoms in enumerate(reads):
+        last_use |= {atom: index for atom in atoms if not isinstance(atom, Literal)}
+
+    def read(atom: Any, equation: JaxprEqn | None) -> Any:
+        return of_literal(atom, equation) if isinstance(atom, Literal) else values[atom]
+
+    for index, equation in enumerate(jaxpr.eqns):
+        operands = [read(atom, equation) for atom in equation.invars]
+        for atom in equation.invars:
+            if not isinstance(atom, Literal) and last_use[atom] == index:
+                values.pop(atom, None)  # gone already if it is read twice
+        with _jax_compat.place_of(equation, equation.source_info.name_stack):
+            results = step(equation, operands)
+        pairs = zip(equation.outvars, results, strict=True)
+        values |= {variable: result for variable, result in pairs if variable in last_use}
+    return [read(atom, None) for atom in jaxpr.outvars]
+
+
+def literal(atom: Any) -> np.ndarray:
+    """Returns a literal in its dtype: a loop would take it for a Python number."""
+    with np.errstate(over="ignore"):  # 1e30 is infinite in float16, as it is to JAX
+        return np.asarray(atom.val, atom.aval.dtype)
+
+
+OnResults = Callable[[tuple[JaxprEqn, ...], list[Any]], list[Any]]
+
+# Equations whose inside is replayed too. All others are bound as they are.
+REPLAYED_INSIDE = frozenset({*_jax_compat.JITS, *_jax_compat.REMAT, "scan", "cond"})
+
+
+def replay(
+    jaxpr: Any, operands: Sequence[Any], on_results: OnResults, around: tuple[JaxprEqn, ...] = ()
+) -> list[Any]:
+    """Returns the outputs of a jaxpr, which is closed, or open without constants.
+
+    Its equations are bound under whatever trace is current, so that it may be differentiated,
+    compiled or traced anew. Loops, branches, remat and jit are emitted as autocast emits them, with
+    the inside replayed too; while loops, custom derivatives, `shard_map` and kernels are bound as
+    they are.
+
+    Args:
+      on_results: called after each equation, inner levels first, with the equations that hold one
+        another, of which it is the last, and its results; returns the values that replace these.
+      around: the equations that hold the jaxpr, the outermost first.
+
+    >>> def loss(x):
+    ...     return jax.lax.scan(lambda total, x: (total + jnp.exp(x), None), jnp.zeros(()), x)[0]
+    >>> names = []
+    >>> def look(equations, results):
+    ...     names.append(equations[-1].primitive.name)
+    ...     return results
+    >>> _ = replay(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], look)
+    >>> names
+    ['exp', 'add', 'scan']
+    """
+    inner, constants = _jax_compat.open_jaxpr(jaxpr)
+
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        equations = (*around, equation)
+
+        def inside(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+            return lambda *arrays: replay(jaxpr, arrays, on_results, equations)
+
+        name, params = equation.primitive.name, equation.params
+        if _jax_compat.is_plain_call(equation):
+            results = inside(_jax_compat.called(params))(*operands)
+        elif name in REPLAYED_INSIDE:
+            kind = kind_of(name)
+            results = kind.emit(equation, operands, list(map(inside, kind.functions(equation))))
+        else:
+            results = _jax_compat.bind(equation.primitive, operands, params)
+        return on_results(equations, results)
+
+    return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
+
 
 # States.
 
@@ -53,20 +151,19 @@ def has_floats(value: Any) -> bool:
 
 def state_of(value: Any) -> int:
     """Returns `NAN` if an element is NaN, else `INFINITE` if one is infinite, else `FINITE`."""
-    if not has_floats(value):
-        return FINITE
-    array = _jax_compat.on_all_devices(value)
-    if _is_finite(array):  # without fetching it
-        return FINITE
-    numbers = _on_host(array)
-    if np.isnan(numbers).any():
-        return NAN
-    return INFINITE
+    return int(_state(_jax_compat.on_all_devices(value))) if has_floats(value) else FINITE
+
+
+@jax.jit
+def _state(x: jax.Array) -> jax.Array:
+    x = _wide(x)
+    not_nan = jnp.where(jnp.isinf(x).any(), INFINITE, FINITE)
+    return jnp.where(jnp.isnan(x).any(), NAN, not_nan)
 
 
 def operand(value: Any) -> Operand:
     """Returns the ranges of a floating or complex array."""
-    magnitudes = abs(_on_host(value))
+    magnitudes = abs(_wide(np.asarray(_jax_compat.on_all_devices(value))))
     is_zero, is_finite = magnitudes == 0, np.isfinite(magnitudes)
     counted = magnitudes[is_finite & ~is_zero]
     smallest, largest = (counted.min(), counted.max()) if counted.size else (0.0, 0.0)
@@ -81,15 +178,6 @@ def tamed(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(_wide(x)), x, jnp.ones_like(x))
 
 
-@jax.jit
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(_wide(x)).all()
-
-
-def _on_host(value: Any) -> Any:
-    return _wide(np.asarray(_jax_compat.on_all_devices(value)))
-
-
 def _wide(x: Any) -> Any:
     """Returns halves and float8 as float32, exactly: their subnormal numbers are normal there."""
     return x.astype(np.float32) if x.dtype.itemsize <= 2 else x
@@ -99,18 +187,22 @@ def _wide(x: Any) -> Any:
 
 
 class Location(NamedTuple):
-    """The place of an operation: the equations from the outermost level down, and labels of the
-    levels."""
+    """The place of an operation.
 
-    equations: tuple[core.JaxprEqn, ...] = ()
+    Attributes:
+      equations: those that hold one another, the outermost first; the operation is the last.
+      inside: labels of the levels.
+    """
+
+    equations: tuple[JaxprEqn, ...] = ()
     inside: tuple[str, ...] = ()
 
     @property
-    def equation(self) -> core.JaxprEqn:
+    def equation(self) -> JaxprEqn:
         """The innermost equation: the operation itself, or the one that holds this level."""
         return self.equations[-1]
 
-    def at(self, equation: core.JaxprEqn) -> "Location":
+    def at(self, equation: JaxprEqn) -> "Location":
         """The location of an equation of this level."""
         return Location((*self.equations, equation), self.inside)
 
@@ -124,19 +216,9 @@ class Location(NamedTuple):
         return scope_of(self.equations, _jax_compat.empty_name_stack())
 
     @property
-    def module(self) -> str:
-        """The path of modules or name scopes."""
-        return scopes_path(self.stack)
-
-    @property
     def is_backward(self) -> bool:
         """Whether it stands in a backward pass."""
         return _jax_compat.is_backward(self.stack)
-
-    @property
-    def source(self) -> str:
-        """The user's line: of the equation if it has one, else of the call."""
-        return next(filter(None, map(users_line, reversed(self.equations))), "")
 
 
 class Cause(NamedTuple):
@@ -147,7 +229,7 @@ class Cause(NamedTuple):
     order: float
     # "operation"; "whole", a loop or kernel inside which none was found; "argument", "constant".
     kind: str
-    name: str  # the primitive; of an argument its path
+    name: str  # the primitive; "argument args[0]['w']", "constant"
     dtype: str  # of what came out, and so is the state
     state: int
     location: Location
@@ -241,12 +323,12 @@ class Interpreter:
         self._follows_vanishing = follows_vanishing
         self.vanished: list[tuple[Cause, Location]] = []
 
-    def given(self, value: Any, kind: str, name: str, location: Location) -> Checked:
-        """Checks an "argument" or a "constant"; an infinity may be meant, as in a mask."""
+    def given(self, value: Any, name: str, location: Location) -> Checked:
+        """Checks an argument or a constant; an infinity may be meant, as in a mask."""
         state = state_of(value)
         if state == FINITE:
             return Checked(value)
-        order = next(self._order) if state == NAN else math.inf
+        order, kind = next(self._order) if state == NAN else math.inf, name.split()[0]
         dtype, read = str(value.dtype), (operand(value),)
         return Checked(value, Cause(order, kind, name, dtype, state, location, read))
 
@@ -255,12 +337,12 @@ class Interpreter:
         jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
 
         def given(value: Any, reader: JaxprEqn | None) -> Checked:
-            return self.given(value, "constant", "", here if reader is None else here.at(reader))
+            return self.given(value, "constant", here if reader is None else here.at(reader))
 
         def reader_of(variable: Any) -> JaxprEqn | None:
             return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
 
-        def step(equation: JaxprEqn, _: int, operands: list[Checked]) -> list[Checked]:
+        def step(equation: JaxprEqn, operands: list[Checked]) -> list[Checked]:
             return self._step(operands, here.at(equation))
 
         pairs = zip(constants, jaxpr.constvars, strict=True)
@@ -268,18 +350,10 @@ class Interpreter:
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
-        match here.equation.primitive.name:
-            case "scan":
-                return self._scan(inputs, here)
-            case "while":
-                return self._while(inputs, here)
-            case "cond":
-                return self._cond(inputs, here)
-            case "shard_map":
-                return self._shard_map(inputs, here)
-            case name if name in _jax_compat.CALLS:
-                return self._call(inputs, here)
-        return self._operation(inputs, here)
+        name = here.equation.primitive.name
+        ways = {"scan": self._scan, "cond": self._cond, "shard_map": self._shard_map}
+        other = self._call if name in _jax_compat.CALLS else self._operation
+        return ways.get(name, other)(inputs, here)
 
     def _operation(
         self,
@@ -315,7 +389,7 @@ class Interpreter:
             rerun = None if equation.effects and look is None else call
             outer = handed_on(rerun, inputs, max(states), is_product(equation))
             if outer is None:
-                is_whole = look is not None or _holds_a_program(equation)
+                is_whole = look is not None or has_kind(equation.primitive.name)
                 outer = self._made(inputs, max(states), here, is_whole)
             causes = [cause or outer for cause in causes]
         return [
@@ -329,20 +403,15 @@ class Interpreter:
         read = tuple(operand(x.value) for x in inputs if has_floats(x.value))
         order, kind = next(self._order), "whole" if is_whole else "operation"
         name, dtype = here.equation.primitive.name, str(result.dtype)
-        meant = [x.cause for x in inputs if x.cause is not None and x.cause.may_be_meant]
-        given = tuple(dict.fromkeys(x.name for x in meant if x.kind == "argument"))
+        causes = [x.cause for x in inputs if x.cause is not None]
+        given = tuple(dict.fromkeys(x.name for x in causes if x.kind == "argument"))
         return Cause(order, kind, name, dtype, state, here, read, given)
 
     def _call(self, inputs: list[Checked], here: Location) -> list[Checked]:
         equation = here.equation
-        name = equation.primitive.name
-        if _jax_compat.is_jit(equation):
-            name = f"jit {_jax_compat.called_name(equation)}"
-        elif name in _jax_compat.REMAT:
-            # A remat that autocast put in has no name here: the user's program does not have it.
-            is_autocasts = _jax_compat.traced_name(_jax_compat.called(equation.params)) == ISLAND
-            name = "" if is_autocasts else "remat"
-        inner = here.within(name) if name else here
+        # A remat has no label: autocast puts in some that the user does not know.
+        is_jit = _jax_compat.is_jit(equation)
+        inner = here.within(f"jit {_jax_compat.called_name(equation)}") if is_jit else here
         return self.run(_jax_compat.called(equation.params), inputs, inner)
 
     def _cond(self, inputs: list[Checked], here: Location) -> list[Checked]:
@@ -373,28 +442,6 @@ class Interpreter:
 
         return self._operation(inputs, here, look)
 
-    def _while(self, inputs: list[Checked], here: Location) -> list[Checked]:
-        loop = _jax_compat.While.of(here.equation.params)
-        tested, constants, first = loop.split(inputs)
-        condition = jax.jit(_jax_compat.as_function(loop.condition))
-        body = jax.jit(_jax_compat.as_function(loop.body))
-
-        def goes_on(carry: list[Checked]) -> np.ndarray:
-            (answer,) = condition(*(x.value for x in [*tested, *carry]))
-            return np.asarray(_jax_compat.on_all_devices(answer))
-
-        def look() -> Causes:
-            carry, turn = first, 0
-            if goes_on(carry).size > 1:  # under vmap and shard_map each one stops when it is done
-                return [None] * len(carry)
-            while goes_on(carry).item():
-                inner = here.within(f"while, iteration {turn}")
-                carry = self._turn(body, loop.body, [*constants, *carry], inner)
-                turn += 1
-            return _causes_of(carry)
-
-        return self._operation(inputs, here, look)
-
     def _turn(self, body: Call, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Runs one turn of a loop."""
         look = lambda: _causes_of(self.run(jaxpr, list(inputs), here))
@@ -420,13 +467,6 @@ class Interpreter:
             return found
 
         return self._operation(inputs, here, look, jax.jit(_call_of(equation)))
-
-
-def _holds_a_program(equation: JaxprEqn) -> bool:
-    """Returns whether a program is inside. The operator of a scatter is none: it takes scalars."""
-    inner = _jax_compat.inner_jaxprs(equation)
-    takes_arrays = any(getattr(v.aval, "shape", ()) for jaxpr in inner for v in jaxpr.invars)
-    return takes_arrays or has_kind(equation.primitive.name)
 
 
 def _call_of(equation: JaxprEqn) -> Call:

@@ -9,7 +9,6 @@ equation, which is kept only for the backward pass. So the bytes are exact, and 
 followed to the equation that made it, into jits, loops, branches and rematerialised regions.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -19,22 +18,22 @@ import optax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall, argument_numbers, cotangent, is_trained, vjp_at
-from jmp._messages import framework_of, wrong
+from jmp._array_calls import ArrayCall, cotangent, is_trained, vjp_at
+from jmp._messages import wrong
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
 from jmp.diagnostics._base import (
     Report,
+    added_up,
     asked_function,
     first_rows,
-    grouped,
     size,
     split_arguments,
     table,
     totals,
 )
-from jmp.diagnostics._walk import path_of, users_line
+from jmp.diagnostics._places import path_of, users_line
 from jmp.dtypes import is_castable
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
@@ -107,12 +106,14 @@ def memory_report(
         call = ArrayCall(function, args, kwargs)
         structs = jax.eval_shape(lambda *leaves: leaves, *call.arrays)
         parameters = call.within(argnums, "memory_report")
-        weights = _frozen_positions(call, frozen, parameters, len(args))
+        weights = call.within(frozen, "memory_report", "frozen")
+        if weights.keys() & parameters.keys():
+            expected = "arguments that are not among argnums: a trained one is not frozen"
+            raise wrong(ValueError, "memory_report", frozen, expected, name="frozen")
         moving = list(call.floating_within(argnums, "memory_report"))
         # As `jax.grad` gives gradients: a tuple for several arguments.
         params = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-        init = optimizer.init if optimizer else lambda params: ()
-        state = jax.eval_shape(init, _trained(params))
+        state = jax.eval_shape(optimizer.init, _trained(params)) if optimizer else ()
 
         # The loss, and the arrays of what is not differentiated.
         def loss(*arrays: Any) -> tuple[Any, list[Any]]:
@@ -140,38 +141,20 @@ def memory_report(
     return count
 
 
-def _frozen_positions(
-    call: ArrayCall, frozen: int | Sequence[int], trained: Iterable[int], count: int
-) -> list[int]:
-    """Returns the positions of the arrays of frozen arguments, of which there are `count` in all.
-
-    Raises: ValueError for an argument that is not there, or that is trained.
-    """
-    numbers = argument_numbers(frozen, count, "memory_report", "frozen")
-    positions = list(call.within(tuple(numbers), "memory_report"))
-    if {*positions} & {*trained}:
-        expected = "arguments that are not among argnums: a trained one is not frozen"
-        raise wrong(ValueError, "memory_report", frozen, expected, name="frozen")
-    return positions
-
-
 def _trained(tree: PyTree) -> PyTree:
-    """Returns a tree of arguments with None for each leaf that an optimizer is not given.
+    """Returns a tree of arguments as an optimizer is given it: the shapes of what is trained.
 
-    These are the Variables of nnx modules that are no parameters, leaves of Equinox modules that
-    are no floating arrays, and all other leaves that are no arrays.
+    It has None for all other leaves: arrays of integers, what is no array, and Variables of nnx
+    modules that are no parameters.
     """
 
-    def is_equinox(part: Any) -> bool:
-        return framework_of(part) == "equinox"
+    def struct(path: Any, leaf: Any) -> Any:
+        if not (stands_for_numbers(leaf) and is_castable(leaf.dtype) and is_trained(path)):
+            return None
+        own_bytes = leaf.dtype.newbyteorder("=")  # NumPy's may be swapped
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(own_bytes))
 
-    def trained(path: Any, part: Any) -> Any:
-        if is_equinox(part):
-            floating = lambda x: x if stands_for_numbers(x) and is_castable(x.dtype) else None
-            return jax.tree.map(floating, part)
-        return part if stands_for_numbers(part) and is_trained(path) else None
-
-    return jax.tree_util.tree_map_with_path(trained, tree, is_leaf=is_equinox)
+    return jax.tree_util.tree_map_with_path(struct, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +173,8 @@ class Residual:
       bytes: the bytes of all of them together.
 
     >>> row = Residual("mlp", "model.py:7", "tanh", "float16", (8, 4), False, times=3, bytes=192)
-    >>> row.numbers
-    96
+    >>> row.times, row.bytes
+    (3, 192)
     """
 
     module: str
@@ -202,11 +185,6 @@ class Residual:
     of_parameters: bool
     times: int
     bytes: int
-
-    @property
-    def numbers(self) -> int:
-        """The number of elements of all of them together."""
-        return self.times * size_of(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +208,7 @@ class MemoryReport(Report):
     """
 
     computed: ClassVar[tuple[str, ...]] = (
-        "residual_bytes_by_module", "activations", "activation_bytes", "copy_bytes", "parts",
-        "total_bytes",
+        "activations", "activation_bytes", "copy_bytes", "parts", "total_bytes",
     )  # fmt: skip
     parameters: int
     parameter_bytes: BytesByDtype
@@ -245,7 +222,8 @@ class MemoryReport(Report):
     @property
     def activations(self) -> int:
         """The number of elements kept for the backward pass, N, without copies of parameters."""
-        return sum(row.numbers for row in self.residuals if not row.of_parameters)
+        rows = (row for row in self.residuals if not row.of_parameters)
+        return sum(row.times * size_of(row.shape) for row in rows)
 
     @property
     def activation_bytes(self) -> BytesByDtype:
@@ -256,17 +234,6 @@ class MemoryReport(Report):
     def copy_bytes(self) -> BytesByDtype:
         """Bytes kept that are computed only from parameters, such as half copies, by dtype."""
         return _bytes_of(row for row in self.residuals if row.of_parameters)
-
-    @property
-    def residual_bytes(self) -> BytesByDtype:
-        """Bytes of activations and copies together, by dtype."""
-        return _bytes_of(self.residuals)
-
-    @property
-    def residual_bytes_by_module(self) -> dict[str, BytesByDtype]:
-        """`residual_bytes` by module, or by source line if no name scope is open, and dtype."""
-        rows = grouped(self.residuals, lambda row: row.module or row.source)
-        return {place: _bytes_of(found) for place, found in rows.items()}
 
     @property
     def parts(self) -> dict[str, int]:
@@ -289,8 +256,9 @@ class MemoryReport(Report):
     def __str__(self) -> str:
         cells = []
         for row in sorted(self.residuals, key=lambda row: -row.bytes):
-            where, shape = (row.module, row.source, row.operation), "x".join(map(str, row.shape))
-            cells.append((*where, row.dtype, shape, str(row.times), size(row.bytes)))
+            what = row.module, row.source, row.operation, row.dtype
+            shape = "x".join(map(str, row.shape))
+            cells.append((*what, shape, str(row.times), size(row.bytes)))
         title = "kept for the backward pass, most is kept first:"
         lines = first_rows(title, ARRAYS, cells, SHOWN, "residuals") if cells else []
         return "\n".join([compare_memory({"one step": self}), *lines])
@@ -313,14 +281,13 @@ def compare_memory(reports: Mapping[str, MemoryReport]) -> str:
     >>> "N : P" in compare_memory(reports)
     True
     """
-    is_mapping = isinstance(reports, Mapping)
-    if not (is_mapping and all(isinstance(r, MemoryReport) for r in reports.values())):
+    are_reports = isinstance(reports, Mapping) and len(reports) > 0
+    if not (are_reports and all(isinstance(r, MemoryReport) for r in reports.values())):
         by_name = "{'float32': report, 'mixed_float16': other}"
         expected = f"what memory_report(fun)(*args) returned, by name: {by_name}"
         raise wrong(TypeError, "compare_memory", reports, expected)
     columns = list(map(_column, reports.values()))
-    names = columns[0] if columns else {}
-    rows = [(name, *(column[name] for column in columns)) for name in names]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     return table(("", *reports), [row for row in rows if any(row[1:])])
 
 
@@ -402,7 +369,7 @@ def residuals(
     names = ["parameters" if i in weights else "data" for i in range(len(jaxpr.invars))]
     inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]
     held = {*jaxpr.invars, *jaxpr.constvars}
-    found: collections.Counter[Residual] = collections.Counter()
+    found = []
     for atom, made in zip(jaxpr.outvars, PROVENANCES.through(jaxpr, inputs), strict=True):
         is_given = bool(shape_of(atom)) if isinstance(atom, Literal) else atom in held
         if is_given or made == ELSEWHERE:
@@ -411,8 +378,8 @@ def residuals(
         is_copy = made.inputs == {"parameters"}
         held_bytes = size_of(shape) * dtype.itemsize
         place = made.module, made.source, made.operation
-        found[Residual(*place, str(dtype), shape, is_copy, times=1, bytes=held_bytes)] += 1
-    return [dataclasses.replace(row, times=n, bytes=n * row.bytes) for row, n in found.items()]
+        found.append(Residual(*place, str(dtype), shape, is_copy, times=1, bytes=held_bytes))
+    return added_up(found, "times", "bytes")
 
 
 def _of_results(
@@ -431,7 +398,7 @@ def _of_results(
         return [ELSEWHERE] * len(equation.outvars)
     if name in FOLLOWED and (found := inside()):
         return found
-    module, source = path_of(equation, around), users_line(equation, around)
+    module, source = path_of((*around, equation)), users_line((*around, equation))
     if not (module or source):
         # Such as a cast of ours, which has the place of its operand.
         near = next((operand for operand in operands if operand.module or operand.source), LITERAL)

@@ -6,7 +6,7 @@
 import dataclasses
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
 from jmp.diagnostics._base import Report, asked_function, check_numbers, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
-from jmp.diagnostics._walk import path_in_rules
+from jmp.diagnostics._places import path_in_rules, scopes_path, users_line
 
 
 def find_nonfinite(
@@ -67,17 +67,13 @@ def find_nonfinite(
 
     def find(*args: Any, **kwargs: Any) -> NonFinite | None:
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
-        check_numbers(
-            call.arrays,
-            "find_nonfinite",
-            "the arrays of the step that failed. Call it outside of jax.jit, on what the jitted "
-            "function was called with",
-        )
+        expected = "the arrays of the step that failed, outside of jax.jit"
+        check_numbers(call.arrays, "find_nonfinite", expected)
         interpreter = Interpreter(follows_vanishing=vanished)
         operands = []
         for array, (first, *path) in zip(call.arrays, call.paths, strict=True):
             name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
-            operands.append(interpreter.given(array, "argument", name, Location()))
+            operands.append(interpreter.given(array, f"argument {name}", Location()))
         results = interpreter.run(jax.make_jaxpr(call.results)(*call.arrays), operands, Location())
         cause = earliest(x.cause for x in results)
         if cause is not None:
@@ -128,17 +124,16 @@ class NonFinite(Report):
     @classmethod
     def of(cls, cause: Cause, vanished: str = "") -> "NonFinite":
         """Returns the report of a cause."""
-        what = {"argument": f"argument {cause.name}", "constant": "constant"}
         return cls(
-            operation=what.get(cause.kind, cause.name),
+            operation=cause.name,
             dtype=cause.dtype,
             became="NaN" if cause.is_nan else "infinity",
             direction="backward" if cause.location.is_backward else "forward",
-            module=cause.location.module,
-            source=cause.location.source,
+            module=scopes_path(cause.location.stack),
+            source=users_line(cause.location.equations),
             inside=cause.location.inside,
             operands=cause.operands,
-            cure=cure_for(cause),
+            cure=" ".join(cure_for(cause)),
             vanished=vanished,
         )
 
@@ -149,9 +144,7 @@ class NonFinite(Report):
         else:
             backward = ", in the backward pass" * (self.direction == "backward")
             lines = [f"{self.operation} makes {what} in {self.dtype}{backward}"]
-        where = self.source
-        if self.module:
-            where += f", module {self.module}"
+        where = ", module ".join(filter(None, (self.source, self.module)))
         rows = [("where", where), ("inside", " > ".join(self.inside))]
         rows += [("read", _range_of(operand)) for operand in self.operands]
         if self.vanished:
@@ -178,112 +171,108 @@ def _range_of(operand: Operand) -> str:
     return ", ".join(found)
 
 
+# Cures.
+
 # Primitives that are infinite or NaN if one operand is zero, with the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}
-CURES_BY_KIND = {
+CURES = {
+    # By the kind of a cause.
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
     "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
     "constant": "It is written in the program, or closed over, and reaches a result: look at this "
     "line.",
-    "whole": "{name} is reported as a whole: the operations inside were not looked into, or stay "
+    "whole": "It is reported as a whole: the operations inside were not looked into, or stay "
     "finite when each runs alone. Look at the magnitudes that go in.",
+    # Sentences that follow what was computed.
+    "mask": "If they are a mask: a softmax over a row that is masked throughout does this, so "
+    "leave one entry in each row, or mask with a finite number (jnp.finfo(dtype).min); choose with "
+    "jnp.where instead of multiplying by a mask.",
+    "domain": "An operand is outside of its domain, an index out of bounds, or a matrix singular "
+    "or not positive definite. Rounding may carry an operand over the edge: clip it (jnp.maximum, "
+    "jnp.clip), and subtract in float32.",
+    "where": "A jnp.where around the function does not help: its derivative is 0 / 0 there. Guard "
+    "the operand, inside: jnp.where(ok, f(jnp.where(ok, x, 1)), 0).",
+    "log": "jax.nn.log_softmax and optax's losses take logits, and never see the zero.",
+    "quotient": "If the line does not do this, its derivative does: the derivative of a / b "
+    "divides by b * b, the derivative of sqrt(x), and so of a norm, by sqrt(x).",
+    "exp": "Subtract the maximum first, as jax.nn.softmax and jax.nn.logsumexp do.",
+    "growth": "Precision is not the cause: something grows, or a power of zero is negative. Lower "
+    "the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), and look at the "
+    "data and the initial values.",
+    "loss scale": "If the loss is scaled, lower the scale. A jmp.DynamicLossScale does so by "
+    "itself, and the step is skipped: harmless if it happens rarely. If it happens at any scale, "
+    "clip or normalise what is differentiated.",
+    "cast": "Make the numbers smaller before the cast. A sum or mean of half numbers ends in such "
+    "a cast: dtype=jnp.float32 leaves it out.",
+    "product": "Scale the operands (a query by 1 / sqrt(d)), or normalise them.",
+    "float32": "Keep it in float32, as jmp.autocast of the float32 function does of all but "
+    "products, or use bfloat16, which has float32's range.",
 }
 
 
-def cure_for(cause: Cause) -> str:
-    """Returns what to do; sentences that may follow others begin with a space."""
-    if cause.kind in CURES_BY_KIND:
-        return CURES_BY_KIND[cause.kind].format(name=cause.name)
-    if cause.is_nan and any(operand.nonfinite for operand in cause.operands):
-        return _cure_of_infinities(cause)
+def cure_for(cause: Cause) -> Iterator[str]:
+    """Yields sentences on what was computed, and what to do."""
+    rule = rule_for(cause.name)
     divisor = cause.operands[DIVISORS[cause.name]] if cause.name in DIVISORS else None
-    if divisor is not None and (cause.name == "div" or not cause.is_nan):
-        return _cure_of_a_divisor(cause, divisor)
-    rule, largest = rule_for(cause.name), float(jnp.finfo(cause.dtype).max)
-    is_product = rule.category is Category.LOW
-    if cause.is_nan and not (is_product or rule.sums or rule.casts):
-        return (
-            f"{cause.name} has no number for what it read: an operand outside of its domain, an "
-            "index out of bounds, a matrix that is singular or not positive definite. Rounding may "
-            "carry an operand over the edge: clip it (jnp.maximum, jnp.clip), and subtract in "
-            "float32."
-        )
-    keep = _keep_in_float32(cause)
-    if cause.name == "exp":
-        return (
-            f"exp overflows {cause.dtype} above {math.log(largest):.4g}.{keep} Subtract the "
-            "maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
-        )
-    if not _ends_early(cause):
-        return (
-            f"{cause.dtype} reaches to {largest:.5g}, so precision is not the cause: something "
-            "grows, or a power of zero is negative. Lower the learning rate or warm it up, clip "
-            "gradients (optax.clip_by_global_norm), and look at the data and the initial values."
-        )
-    if cause.location.is_backward:
-        return (
-            f"A gradient went beyond {largest:.5g} in {cause.dtype}. If the loss is scaled, lower "
-            "the scale. A jmp.DynamicLossScale does so by itself, and the step is skipped: "
-            "harmless if it happens rarely. If it happens at any scale, clip or normalise what is "
-            "differentiated."
-        )
-    if rule.casts:
-        return (
-            f"The cast meets numbers beyond {largest:.5g}, {cause.dtype}'s largest. Make them "
-            "smaller before the cast, or leave them in float32. A sum or mean of half numbers ends "
-            "in such a cast: dtype=jnp.float32 leaves it out. A mask of -1e9: "
-            "jnp.finfo(dtype).min is its like."
-        )
-    if is_product:
-        return (
-            f"The sum of products went beyond {largest:.5g}, {cause.dtype}'s largest. Scale the "
-            "operands before they are multiplied (a query by 1 / sqrt(d)), or normalise them."
-            f"{keep}"
-        )
-    return f"The result went beyond {largest:.5g}, {cause.dtype}'s largest.{keep}"
+    if cause.kind != "operation":
+        yield CURES[cause.kind]
+    elif cause.is_nan and any(operand.nonfinite for operand in cause.operands):
+        came_in = "are written in the program, or closed over"
+        if cause.given:
+            came_in = f"came in with {', '.join(cause.given)}. If they are data, look there"
+        yield f"It computes inf - inf, or 0 * inf, of infinities that {came_in}."
+        yield CURES["mask"]
+    elif divisor is not None and (cause.name == "div" or not cause.is_nan):
+        yield from _cure_of_a_divisor(cause, divisor)
+    elif cause.is_nan and not (rule.category is Category.LOW or rule.sums or rule.casts):
+        yield f"{cause.name} has no number for what it read."
+        yield CURES["domain"]
+    else:
+        yield from _cure_of_an_overflow(cause)
 
 
-def _cure_of_infinities(cause: Cause) -> str:
-    came_in = "are written in the program, or closed over"
-    if cause.given:
-        came_in = f"came in with {', '.join(cause.given)}. If they are data, look there"
-    return (
-        f"It computes inf - inf, or 0 * inf, of infinities that {came_in}. If they are a mask: a "
-        "softmax over a row that is masked throughout does this, so leave one entry in each row, "
-        "or mask with a finite number (jnp.finfo(dtype).min); choose with jnp.where instead of "
-        "multiplying by a mask."
-    )
-
-
-def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> str:
+def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> Iterator[str]:
     if cause.location.is_backward and divisor.zeros:
-        return (
-            "A derivative divides by zero. A jnp.where around the function does not help: its "
-            "derivative is 0 / 0 there. Guard the operand, inside: "
-            "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)."
-        )
-    flushed = ""
+        yield "A derivative divides by zero."
+        yield CURES["where"]
+        return
+    smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
+    is_log = cause.name == "log"
+    yield f"The logarithm of {smallest}." if is_log else f"It divides by {smallest}."
     if _ends_early(cause):
         epsilon = float(jnp.finfo(cause.dtype).smallest_subnormal)
-        flushed = (
-            f" {cause.dtype}'s smallest number is {epsilon:.2g}: an epsilon of 1e-8 is zero in "
-            f"it, and so is the square of 1e-4.{_keep_in_float32(cause)}"
+        yield (
+            f"{cause.dtype}'s smallest number is {epsilon:.2g}: an epsilon of 1e-8 is zero in it, "
+            "and so is the square of 1e-4."
         )
-    if cause.name == "log":
-        return (
-            f"The logarithm of zero.{flushed} jax.nn.log_softmax and optax's losses take logits, "
-            "and never see the zero; else add an epsilon, or guard the operand with jnp.where."
-        )
-    smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
-    text = (
-        f"It divides by {smallest}.{flushed} Add an epsilon, or choose the divisor with jnp.where."
-    )
-    if _jax_compat.is_differentiated(cause.location.stack):
-        text += (
-            " If the line does not do this, its derivative does: the derivative of a / b "
-            "divides by b * b, the derivative of sqrt(x), and so of a norm, by sqrt(x)."
-        )
-    return text
+        yield _keep_in_float32(cause)
+    yield "Add an epsilon, or choose the operand with jnp.where."
+    if is_log:
+        yield CURES["log"]
+    elif _jax_compat.is_differentiated(cause.location.stack):
+        yield CURES["quotient"]
+
+
+def _cure_of_an_overflow(cause: Cause) -> Iterator[str]:
+    largest, rule = float(jnp.finfo(cause.dtype).max), rule_for(cause.name)
+    is_exp, ends_early = cause.name == "exp", _ends_early(cause)
+    if is_exp:
+        yield f"exp overflows {cause.dtype} above {math.log(largest):.4g}."
+    else:
+        yield f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
+    is_gradient = ends_early and cause.location.is_backward and not is_exp
+    if ends_early and not is_gradient:
+        yield _keep_in_float32(cause)
+    if is_exp:
+        yield CURES["exp"]
+    elif not ends_early:
+        yield CURES["growth"]
+    elif is_gradient:
+        yield CURES["loss scale"]
+    elif rule.casts:
+        yield CURES["cast"]
+    elif rule.category is Category.LOW:
+        yield CURES["product"]
 
 
 def _ends_early(cause: Cause) -> bool:
@@ -292,16 +281,8 @@ def _ends_early(cause: Cause) -> bool:
 
 
 def _keep_in_float32(cause: Cause) -> str:
-    """Returns how to compute it in float32; "" if the dtype is not narrow."""
-    if not _ends_early(cause):
-        return ""
-    if AUTOCAST in _jax_compat.scope_names(cause.location.stack):
-        scope = path_in_rules(cause.location.module)
-        where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
-        return (
-            f' Keep it in float32: full=["{cause.name}"] in autocast, or this place with {where}.'
-        )
-    return (
-        " Keep it in float32, as jmp.autocast of the float32 function does of all but products, or "
-        "use bfloat16, which has float32's range."
-    )
+    if AUTOCAST not in _jax_compat.scope_names(cause.location.stack):
+        return CURES["float32"]
+    scope = path_in_rules(scopes_path(cause.location.stack))
+    where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
+    return f'Keep it in float32: full=["{cause.name}"] in autocast, or this place with {where}.'

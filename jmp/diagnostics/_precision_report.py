@@ -4,42 +4,39 @@ A printed report has its sums first, then the hazards, then the rows. `assert_pr
 users' tests, checks the dtype of each product of any program.
 """
 
-import collections
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp import _jax_compat
 from jmp._array_calls import ArrayCall
 from jmp._messages import function_name
 from jmp.autocasting._autocast import Traced
 from jmp.autocasting._lowerings import cast
-from jmp.autocasting._operations import is_product, operations_of
+from jmp.autocasting._numbers import dtype_of
+from jmp.autocasting._operations import decisions_of, is_product
 from jmp.autocasting._passes import target_of
-from jmp.autocasting._registry import rule_for
+from jmp.autocasting._propagation import walk
 from jmp.autocasting._steps import steps_of
 from jmp.diagnostics._base import (
     FLOAT8,
     HALVES,
     Report,
+    added_up,
     asked_function,
     grouped,
     half_program,
-    size,
     split_arguments,
     table,
     totals,
     without_warnings_of_plans,
 )
-from jmp.diagnostics._memory_report import residuals
-from jmp.diagnostics._rows import Decision, Row, added_up, decisions_in, hazards_of, rows_of
-from jmp.diagnostics._walk import place_name, with_places
+from jmp.diagnostics._places import module_and_line, place_name
+from jmp.diagnostics._rows import Row, hazards_of, rows_with_operations, with_repeated
 from jmp.dtypes import floating_dtype
 from jmp.policy import Policy, get_policy
 from jmp.trees import stands_for_numbers
@@ -62,8 +59,8 @@ def precision_report(
         `assert_products_in(jax.grad(...), dtype)` checks the backward pass. The report traces
         copies of nnx modules among the arguments; half arrays of Equinox modules count as float32
         numbers, as in `equinox.autocast`. A part of `fun` that is under autocast already, such as a
-        model that an adapter wrapped, is shown in its dtypes, without reasons, and counts in the
-        numbers without autocast too: ask about the model before it is wrapped.
+        model that an adapter wrapped, is shown in its dtypes, without reasons: ask about the model
+        before it is wrapped.
       options: further options of `jmp.autocast`, such as `rules=` with paths.
 
     Returns: a function of `fun`'s arguments that returns a `PrecisionReport`.
@@ -99,23 +96,17 @@ class PrecisionReport(Report):
       compute_dtype: the half type.
       rows: products, reductions, exponentials and what devices send each other, in the order of
         the program.
-      casts: casts between float32 and half that autocast put in, by place: `(from, to, module,
-        source) -> number`. XLA merges casts of one value.
       half_flops_share: share of half and float8 products in the floating-point operations of all
         products, 0 to 1; None if there is no product.
-      residual_bytes: bytes that JAX keeps for the backward pass, by dtype, without the arguments;
-        None if there is no reverse derivative. XLA may keep less.
-      residual_bytes_float32: the same for `fun` without autocast.
       hazards: sentences that ask you to act, such as on a sum in half; usually empty. Repeated
         modules share a sentence.
       policy: the policy, as text.
       platform: which hardware the plan is for, "tpu", or "gpu", whose plan a CPU has too; see
         `platform=` of `jmp.autocast`.
-      decisions: what else autocast does, by place: forms of equations that move fewer bytes, and
-        masks that are held within float16's range.
+      decisions: what else autocast does, with how often: forms of equations that move fewer bytes,
+        and masks that are held within float16's range.
 
-    `print` shows repeated modules in one row, and writes "(top)" for no module, or the outermost;
-    `table` has a line for each of `rows`.
+    `print` shows repeated modules in one line, and writes "(top)" for no module, or the outermost.
 
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     >>> report = precision_report(lambda w, x: x @ w, "mixed_bfloat16")(x, x)
@@ -127,14 +118,11 @@ class PrecisionReport(Report):
 
     compute_dtype: str
     rows: list[Row]
-    casts: dict[tuple[str, str, str, str], int]
     half_flops_share: float | None
-    residual_bytes: dict[str, int] | None
-    residual_bytes_float32: dict[str, int] | None
     hazards: list[str]
     policy: str
     platform: str
-    decisions: list[Decision]
+    decisions: dict[str, int]
     _make_after: Callable[[str], Any] = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -168,60 +156,52 @@ class PrecisionReport(Report):
         """
         return self._make_after(name)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the data as dictionaries, lists, numbers and strings."""
-        names = ("from", "to", "module", "source", "times")
-        casts = [(*place, times) for place, times in self.casts.items()]
-        data = super().to_dict() | {"casts": [dict(zip(names, x, strict=True)) for x in casts]}
-        del data["_make_after"]  # a function, and no data
-        return data
-
-    def table(self) -> str:
-        """Returns every row as text, and the reasons that the rows have by number."""
-        return "\n".join([_table(self, [[row] for row in self.rows]), *_reasons(self.rows)])
-
     def __str__(self) -> str:
-        rows = added_up(self.rows, with_repeated=True)
+        rows = with_repeated(self.rows)
         by_place = grouped(rows, lambda row: (row.module, row.source, _dtypes_shown(row)))
-        lines = [*_summary(self), *_reasons(self.rows), *_decisions(self.decisions)]
+        times_of_reasons = _times_of_reasons(self.rows)
+        numbers = {reason: number for number, reason in enumerate(times_of_reasons, 1)}
+        lines = [
+            f"policy: {self.policy}, planned for a {self.platform.upper()}",
+            f"products: {_products(self.rows)}",
+            "dtypes of operations, and why:",
+        ]
+        for (dtype, why), times in times_of_reasons.items():
+            lines.append(f"  [{numbers[dtype, why]}] {times} x {dtype}: {why}")
+        lines += ["besides dtypes:"] * bool(self.decisions)
+        lines += [f"  {times} x {what}" for what, times in self.decisions.items()]
         lines.append("hazards:" if self.hazards else "hazards: none")
         lines += [f"  {hazard}" for hazard in self.hazards]
-        lines += ["", _table(self, by_place.values())]
+        lines += ["", _table(by_place.values(), numbers)]
         if len(rows) < len(self.rows):
             lines.append(
-                f"{len(self.rows)} rows; repeated modules (*) and one place share a row, with the "
-                "GFLOP of all. report.table() shows each row"
+                f"{len(self.rows)} rows; repeated modules (*) and one place share a line, with the "
+                "GFLOP of all"
             )
         return "\n".join(lines)
 
 
 def _report(traced: Traced, policy: str) -> PrecisionReport:
     plan = traced.plan
-    lowered = functools.partial(traced.emit, *traced.constants)
     arrays = [  # arguments that `apply_to=` names are half
         x if x.dtype == dtype else jax.eval_shape(functools.partial(cast, dtype=dtype), x)
         for x, dtype in zip(traced.arrays, plan.reads[len(traced.constants) :], strict=True)
     ]
-    operations = list(operations_of(steps_of(plan)))
-    rows = rows_of(operations)
 
     def after(name: str) -> Any:
         emit = functools.partial(traced.emit_until(name), *traced.constants)
         return jax.make_jaxpr(emit)(*arrays)
 
+    found = rows_with_operations(plan)
+    rows = added_up((row for row, _ in found), "times", "flops")
     return PrecisionReport(
         compute_dtype=str(plan.request.settings.compute_dtype),
         rows=rows,
-        casts=_casts(jax.make_jaxpr(lowered)(*arrays)),
         half_flops_share=_flops_share(rows, [*HALVES, FLOAT8]),
-        residual_bytes=_residual_bytes(lowered, arrays),
-        residual_bytes_float32=_residual_bytes(
-            _jax_compat.as_function(traced.closed), traced.arrays
-        ),
-        hazards=list(hazards_of(plan, operations, rows)),
+        hazards=list(hazards_of(plan, found, rows)),
         policy=policy,
         platform=plan.request.target.platform,
-        decisions=decisions_in(plan),
+        decisions=totals((what, times) for what, _, times in decisions_of(steps_of(plan))),
         _make_after=after,
     )
 
@@ -234,57 +214,20 @@ def _flops_share(rows: list[Row], dtypes: Collection[str]) -> float | None:
     return found / total if total else None
 
 
-def _casts(emitted: Any) -> dict[tuple[str, str, str, str], int]:
-    found: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for equation, path, source in with_places(emitted):
-        if rule_for(equation.primitive.name).casts:
-            before, after = str(equation.invars[0].aval.dtype), str(equation.outvars[0].aval.dtype)
-            if {before, after} in ({"float32", name} for name in HALVES):
-                found[before, after, path, source] += 1
-    return dict(found)
+def _products(rows: list[Row]) -> str:
+    """Returns how many products read each dtype, and their share of the operations."""
+    parts = []
+    times = totals((row.dtype_in, row.times) for row in rows if row.kind == "product")
+    for dtype, number in times.items():
+        share = _flops_share(rows, [dtype]) or 0.0
+        parts.append(f"{number} in {dtype} ({share:.1%} of the operations)")
+    return ", ".join(parts) or "none"
 
 
-def _residual_bytes(function: Callable[..., Any], arguments: list[Any]) -> dict[str, int] | None:
-    try:
-        kept = residuals(lambda *a: (function(*a), ()), arguments, range(len(arguments)))
-    except (TypeError, ValueError, NotImplementedError):  # a loop; a callback
-        return None
-    return totals((row.dtype, row.bytes) for row in kept)
-
-
-def _summary(report: PrecisionReport) -> Iterable[str]:
-    half = report.compute_dtype
-    yield f"policy: {report.policy}, planned for a {report.platform.upper()}"
-    products = totals((row.dtype_in, row.times) for row in report.rows if row.kind == "product")
-    if report.half_flops_share is None:
-        yield "products: none"
-    else:
-        share, also = report.float8_flops_share, ""
-        if FLOAT8 in products:
-            also = f"; {products[FLOAT8]} in float8, {share:.1%} of the operations"
-        yield (
-            f"products: {products.get(half, 0)} of {sum(products.values())} in half, "
-            f"{_flops_share(report.rows, [half]):.1%} of the floating-point operations in {half}"
-            f"{also}"
-        )
-    yield f"casts between float32 and {half}: {sum(report.casts.values())}"
-    names = "kept for the backward pass", "kept without autocast"
-    both = report.residual_bytes, report.residual_bytes_float32
-    for name, kept in zip(names, both, strict=True):
-        if kept is not None:
-            parts = [f"{size(number)} {dtype}" for dtype, number in sorted(kept.items())]
-            yield f"{name}: {', '.join(parts) or 'nothing'}"
-
-
-def _reasons(rows: list[Row]) -> Iterable[str]:
-    """Yields for each dtype its operations, and each reason with its number and count."""
-    numbered = enumerate(_times_of_reasons(rows).items(), 1)
-    for dtype, reasons in itertools.groupby(numbered, lambda item: item[1][0][0]):
-        kinds = totals((row.kind, row.times) for row in rows if _reason_of(row)[0] == dtype)
-        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items()]
-        yield f"in {dtype}: {', '.join(parts)}"
-        for number, ((_, why), times) in reasons:
-            yield f"  [{number}] {times} x {why}"
+def _times_of_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
+    """Returns how often each dtype and reason counts, the most frequent first."""
+    times = totals((_reason_of(row), row.times) for row in rows)
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
 def _reason_of(row: Row) -> tuple[str, str]:
@@ -292,30 +235,13 @@ def _reason_of(row: Row) -> tuple[str, str]:
     return row.dtype_in or row.dtype_out, row.why
 
 
-def _times_of_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
-    """Returns how often each dtype and reason counts: half first, then the most frequent."""
+def _table(groups: Collection[list[Row]], numbers: Mapping[tuple[str, str], int]) -> str:
+    """Returns a table with a line for each group of rows, which stand at one place.
 
-    def rank(item: tuple[tuple[str, str], int]) -> tuple[bool, str, int]:
-        (dtype, _), times = item
-        return dtype not in (*HALVES, FLOAT8), dtype, -times
-
-    return dict(sorted(totals((_reason_of(row), row.times) for row in rows).items(), key=rank))
-
-
-def _decisions(decisions: list[Decision]) -> Iterable[str]:
-    """Yields each decision with its first place and its number of places."""
-    if decisions:
-        yield "besides dtypes:"
-    for what, times in totals((decision.what, decision.times) for decision in decisions).items():
-        first, *others = (place_name(d.module, d.source) for d in decisions if d.what == what)
-        more = f" and {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
-        yield f"  {times} x {what}; at {first}{more}"
-
-
-def _table(report: PrecisionReport, groups: Iterable[list[Row]]) -> str:
-    """Returns a table with a line for each group of rows, which stand at one place."""
-    numbers = {reason: n for n, reason in enumerate(_times_of_reasons(report.rows), 1)}
-    top = "(top)" * any(row.module for row in report.rows)
+    Args:
+      numbers: of the reasons.
+    """
+    top = "(top)" * any(row.module for rows in groups for row in rows)
     cells = []
     for rows in groups:
         operations = []
@@ -362,22 +288,20 @@ def assert_products_in(
 
     def check(*args: Any, **kwargs: Any) -> None:
         call = ArrayCall(function, *split_arguments(*args, **kwargs))
-        closed = jax.make_jaxpr(call.results)(*call.arrays)
-        products = [each for each in with_places(closed) if is_product(each[0])]
+        jaxpr = jax.make_jaxpr(call.results)(*call.arrays).jaxpr
+        products = [visit for visit in walk(jaxpr) if is_product(visit.equation)]
         name = function_name(fun)
         if not products:
             raise AssertionError(f"{name} has no product whose dtype could be checked.")
         others = []
-        for equation, *place in products:
-            dtypes = {atom.aval.dtype for atom in equation.invars}
+        for visit in products:
+            dtypes = {dtype for dtype in map(dtype_of, visit.equation.invars) if dtype is not None}
             floating = sorted(str(d) for d in dtypes if jnp.issubdtype(d, jnp.floating))
             if floating != [str(expected)]:
-                where = place_name(*place)
-                others.append(f"{equation.primitive.name} in {', '.join(floating)} at {where}")
+                product = f"{visit.equation.primitive.name} in {', '.join(floating)}"
+                others.append(f"{product} at {place_name(*module_and_line(visit))}")
         if others:
-            count = f"{len(others)} of {len(products)}"
-            first = f"{count} products of {name} are not in {expected}:"
-            more = [f"and {len(others) - SHOWN} more"] if len(others) > SHOWN else []
-            raise AssertionError("\n".join([first, *others[:SHOWN], *more]))
+            first = f"{len(others)} of {len(products)} products of {name} are not in {expected}:"
+            raise AssertionError("\n".join([first, *others[:SHOWN]]))
 
     return check

@@ -1,31 +1,30 @@
-"""Rows, decisions, sizes of products and hazards: a precision report reads them off a plan.
+"""Rows, sizes of products and hazards: a precision report reads them off a plan.
 
 Hazards are sentences that ask the user to act. Most programs have none.
 """
 
-import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._graph import Node
-from jmp.autocasting._numbers import Shape, length_of, size_of
-from jmp.autocasting._operations import Operation, decisions_of, is_callers_wish, is_product
+from jmp.autocasting._numbers import Shape, length_of
+from jmp.autocasting._operations import Operation, is_callers_wish, is_product, operations_of
 from jmp.autocasting._precision import asked_for, precision_of
 from jmp.autocasting._products import WHY_EXACT, products_that_wrap
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan, Single, steps_of
-from jmp.diagnostics._base import FLOAT8, HALVES, grouped
-from jmp.diagnostics._walk import module_and_line, place_name
+from jmp.diagnostics._base import FLOAT8, HALVES, added_up, grouped
+from jmp.diagnostics._places import module_and_line, place_name
 
-# Nobody can change the channels of an image; cuDNN has kernels of its own for them.
-IMAGE_CHANNELS = 4
+# The primitives whose floating-point operations are counted.
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 # Products of these dtypes have fewer digits than the dtype, unless a precision says otherwise.
 CHOOSES = frozenset({"float32", "complex64"})
@@ -72,10 +71,10 @@ class Row:
     precision: str = ""
 
 
-def rows_of(operations: Iterable[Operation]) -> list[Row]:
-    """Returns the products, reductions, exponentials and transfers among a plan's operations."""
-    rows = []
-    for operation in operations:
+def rows_with_operations(plan: Plan) -> list[tuple[Row, Operation]]:
+    """Returns the products, reductions, exponentials and transfers of a plan, a row for each."""
+    found = []
+    for operation in operations_of(steps_of(plan)):
         equation = operation.equation
         name = equation.primitive.name
         rule = rule_for(name)
@@ -84,7 +83,7 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
             kind = "transfer"
         if kind is None or not operation.dtypes_out:
             continue
-        flops = product_of(equation).flops if kind == "product" else 0
+        flops = flops_of(equation) if kind == "product" else 0
         has_precision = kind == "product" and not CHOOSES.isdisjoint(operation.dtypes_in)
         row = Row(
             kind,
@@ -97,68 +96,30 @@ def rows_of(operations: Iterable[Operation]) -> list[Row]:
             flops=operation.times * flops,
             precision=precision_of(equation, operation.params) if has_precision else "",
         )
-        rows.append(row)
-    return added_up(rows)
+        found.append((row, operation))
+    return found
 
 
-def added_up(rows: Iterable[Row], with_repeated: bool = False) -> list[Row]:
-    """Returns one row for rows that differ only in times and flops, in the order of the program.
+def with_repeated(rows: Iterable[Row]) -> list[Row]:
+    """Returns one row for modules that repeat, whose path is "h/*/mlp".
 
-    Args:
-      with_repeated: whether modules that repeat count as one, whose path is "h/*/mlp": those with
-        the same names but for the numbers at their ends, such as h/0/mlp and h/1/mlp.
+    They have the same names but for the numbers at their ends, such as h/0/mlp and h/1/mlp.
     """
 
-    def merged(row: Row) -> Row:
-        module = NUMBER.sub("*", row.module) if with_repeated else row.module
-        return dataclasses.replace(row, module=module, times=1, flops=0)
+    def starred(row: Row) -> Row:
+        return dataclasses.replace(row, module=NUMBER.sub("*", row.module), times=1, flops=0)
 
-    return [
-        dataclasses.replace(
-            some[0],
-            module=_shared_path([row.module for row in some]),
-            times=sum(row.times for row in some),
-            flops=sum(row.flops for row in some),
-        )
-        for some in grouped(rows, merged).values()
-    ]
+    renamed = []
+    for some in grouped(rows, starred).values():
+        path = _shared_path([row.module for row in some])
+        renamed += [dataclasses.replace(row, module=path) for row in some]
+    return added_up(renamed, "times", "flops")
 
 
 def _shared_path(paths: Iterable[str]) -> str:
     """Returns a path with a star for each number that is not the same in all."""
     names = zip(*(path.split("/") for path in paths), strict=True)
     return "/".join(at[0] if len({*at}) == 1 else NUMBER.sub("*", at[0]) for at in names)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """A decision of autocast at one place that is no choice of a dtype.
-
-    Attributes:
-      what: one sentence.
-      module, source, times: as in a `Row`.
-
-    >>> from jmp.diagnostics import precision_report
-    >>> weigh = jax.checkpoint(lambda scores, x: jax.nn.softmax(scores) @ x)
-    >>> masked = lambda x, mask: weigh(x @ x + mask, x)
-    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    >>> (decision,) = precision_report(masked, "mixed_float16")(x, x).decisions
-    >>> decision.what.split(",")[0], decision.times
-    ("an array that is added or selected is held within float16's range", 1)
-    """
-
-    what: str
-    module: str
-    source: str
-    times: int = 1
-
-
-def decisions_in(plan: Plan) -> list[Decision]:
-    """Returns the decisions of a plan, one for each place."""
-    found: collections.Counter[Decision] = collections.Counter()
-    for what, node, times in decisions_of(steps_of(plan)):
-        found[Decision(what, *module_and_line(node))] += times
-    return [dataclasses.replace(decision, times=times) for decision, times in found.items()]
 
 
 def kind_of_row(equation: JaxprEqn) -> str | None:
@@ -171,62 +132,51 @@ def kind_of_row(equation: JaxprEqn) -> str | None:
     return "reduction" if rule.sums or is_inner_product(equation) else None
 
 
-class Product(NamedTuple):
-    """The floating-point operations and the sizes of a product."""
+def flops_of(equation: JaxprEqn) -> int:
+    """Returns the floating-point operations of a product, two for each multiplication and addition.
 
-    flops: int = 0  # floating-point operations, two for each multiplication and addition
-    # Sizes that tensor cores cut into pieces, with names; none if other kernels run, as for a
-    # vector.
-    sizes: tuple[tuple[int, str], ...] = ()
-
-
-def product_of(equation: Any) -> Product:
-    """Returns operations and sizes of a product; none for a primitive that is not in `PRODUCTS`."""
-    name = equation.primitive.name
+    It returns 0 for a primitive that is not in `PRODUCTS`.
+    """
+    name, params = equation.primitive.name, equation.params
     if name not in PRODUCTS:
-        return Product()
-    left, right = (tuple(map(length_of, atom.aval.shape)) for atom in equation.invars[:2])
-    return PRODUCTS[name](equation.params, left, right, size_of(equation.outvars[0].aval.shape))
+        return 0
+    left, right = map(_shape_of, equation.invars[:2])
+    results = math.prod(_shape_of(equation.outvars[0]))
+    if name == "dot_general":
+        (summed, _), _ = params["dimension_numbers"]
+        return 2 * results * math.prod(left[axis] for axis in summed)
+    if name == "conv_general_dilated":
+        outputs = right[params["dimension_numbers"].rhs_spec[0]]
+        # Zeros between the elements of a dilated input are not multiplied (strided gradients).
+        divisor = max(1, outputs) * math.prod(params["lhs_dilation"])
+        return 2 * results * math.prod(right) // divisor
+    # In a ragged product each row meets the matrix of its own group.
+    return 2 * math.prod(left) * right[-1]
 
 
-def _dot(params: Any, left: Shape, right: Shape, results: int) -> Product:
-    (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
-    rows = _size_of_others(left, (*left_summed, *left_batch))
-    columns = _size_of_others(right, (*right_summed, *right_batch))
-    summed = math.prod(left[axis] for axis in left_summed)
-    sizes = (rows, "rows"), (columns, "columns"), (summed, "summed elements")
-    return Product(2 * results * summed, () if 1 in (rows, columns, summed) else sizes)
+def tensor_core_sizes(equation: JaxprEqn) -> dict[str, int]:
+    """Returns the sizes of a `dot_general` that tensor cores cut into pieces, by their names.
+
+    There are none if other kernels run, as for a vector.
+    """
+    if equation.primitive.name != "dot_general":
+        return {}
+    (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    left, right = map(_shape_of, equation.invars)
+    sizes = {
+        "rows": _size_of_others(left, (*left_summed, *left_batch)),
+        "columns": _size_of_others(right, (*right_summed, *right_batch)),
+        "summed elements": math.prod(left[axis] for axis in left_summed),
+    }
+    return {} if 1 in sizes.values() else sizes
+
+
+def _shape_of(atom: Any) -> Shape:
+    return tuple(map(length_of, atom.aval.shape))
 
 
 def _size_of_others(shape: Shape, axes: Shape) -> int:
     return math.prod(size for axis, size in enumerate(shape) if axis not in axes)
-
-
-def _convolution(params: Any, left: Shape, right: Shape, results: int) -> Product:
-    numbers = params["dimension_numbers"]
-    outputs, inputs = (right[axis] for axis in numbers.rhs_spec[:2])
-    # Zeros between the elements of a dilated input are not multiplied (strided gradients).
-    divisor = max(1, outputs) * math.prod(params["lhs_dilation"])
-    flops = 2 * results * math.prod(right) // divisor
-    is_grouped = max(params["feature_group_count"], params["batch_group_count"]) > 1
-    # The derivative with respect to a kernel exchanges batch and channels: layouts differ.
-    if is_grouped or numbers.lhs_spec != numbers.out_spec:
-        return Product(flops)
-    channels = ((inputs, "input channels"), (outputs, "output channels"))
-    return Product(flops, channels[inputs <= IMAGE_CHANNELS :])
-
-
-def _ragged_dot(params: Any, left: Shape, right: Shape, results: int) -> Product:
-    # Each row meets the matrix of its own group.
-    return Product(2 * math.prod(left) * right[-1])
-
-
-PRODUCTS: dict[str, Callable[[Any, Shape, Shape, int], Product]] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged_dot,
-    "ragged_dot_general": _ragged_dot,
-}
 
 
 # Hazards.
@@ -235,39 +185,43 @@ PRODUCTS: dict[str, Callable[[Any, Shape, Shape, int], Product]] = {
 MULTIPLES = {**dict.fromkeys(HALVES, 8), FLOAT8: 16}
 # Smaller products take less time than their launch, whatever their sizes.
 LEAST_COUNTED = 10**6  # floating-point operations
-# Operations a second of an H200, without sparsity (NVIDIA's data sheet): with all digits, in TF32.
-FLOAT32_PEAK, TF32_PEAK = 67e12, 494e12
 # Sizes, and products with all digits, need at least this share of all floating-point operations for
 # a sentence.
 SHARE = 0.01
 
 
-def hazards_of(plan: Plan, operations: list[Operation], rows: list[Row]) -> Iterator[str]:
-    """Yields the hazards of a plan, in the order of a report; operations and rows are its own."""
+def hazards_of(plan: Plan, found: list[tuple[Row, Operation]], rows: list[Row]) -> Iterator[str]:
+    """Yields the hazards of a plan, in the order of a report.
+
+    Args:
+      found: what `rows_with_operations` returned; `rows` are the same, added up.
+    """
     half = str(plan.request.settings.compute_dtype)
-    unasked = (one for one in operations if not is_deliberate(one, plan))
-    yield from in_the_wrong_dtype(added_up(rows_of(unasked), with_repeated=True))
-    yield from lost_digits(plan, half)
-    yield from in_other_half(rows, half)
+    unasked = (row for row, operation in found if not is_deliberate(operation, plan))
+    yield from in_the_wrong_dtype(with_repeated(unasked), half)
+    yield from dict.fromkeys(lost_digits(plan, half))  # each place once
     yield from dear_in_float32(rows)
     for rule in plan.request.policy_rules.unused:
         yield f"the rule {rule} matched no scope"
-    yield from odd_sizes(operations)
+    yield from odd_sizes(found)
     yield from no_float8(rows)
 
 
 def is_deliberate(operation: Operation, plan: Plan) -> bool:
     """Returns whether a product is in float32 because somebody asked for it, or it is exact."""
-    is_asked_for = (
+    return is_product(operation.equation) and (
         is_callers_wish(operation, plan)
         or operation.node.region.is_decided
         or bool(asked_for(operation.equation))
+        or operation.why in WHY_EXACT
     )
-    return is_product(operation.equation) and (is_asked_for or operation.why in WHY_EXACT)
 
 
-def in_the_wrong_dtype(rows: list[Row]) -> Iterator[str]:
-    """Yields a sentence for each sum or exponential in half, and for each product in float32."""
+def in_the_wrong_dtype(rows: list[Row], half: str) -> Iterator[str]:
+    """Yields a sentence for each sum or exponential in half, and for each product in another dtype.
+
+    A product in the other half type, which the function casts to itself, is one of these.
+    """
     for row in rows:
         in_half = row.dtype_in in HALVES
         if row.kind == "reduction" and in_half:
@@ -275,19 +229,9 @@ def in_the_wrong_dtype(rows: list[Row]) -> Iterator[str]:
         elif row.kind == "exponential" and in_half:
             yield f"{_at(row)} runs in {row.dtype_in}: it overflows, or loses all digits"
         elif row.kind == "product" and not (
-            row.dtype_in in (*HALVES, FLOAT8) or row.precision == "HIGHEST"
+            row.dtype_in in (half, FLOAT8) or row.precision == "HIGHEST"
         ):
             yield f"{_at(row)} multiplies in {row.dtype_in}: {row.why}"
-
-
-def in_other_half(rows: list[Row], half: str) -> Iterator[str]:
-    """Yields a sentence on products in the other half type, which the function casts to itself."""
-    others = {*HALVES} - {half}
-    found = [row for row in rows if row.kind == "product" and row.dtype_in in others]
-    if found:
-        first, times = found[0], sum(row.times for row in found)
-        place = _and_others(_at(first), times - 1)
-        yield f"{place} multiplies in {first.dtype_in}, not in {half}: {first.why}"
 
 
 def dear_in_float32(rows: list[Row]) -> Iterator[str]:
@@ -300,12 +244,14 @@ def dear_in_float32(rows: list[Row]) -> Iterator[str]:
     found = [row for row in products if row.precision == "HIGHEST"]
     total, count = (sum(row.flops for row in some) for some in (products, found))
     if count and count >= SHARE * total:
-        place = _and_others(_at(max(found, key=lambda row: row.flops)), len(found) - 1)
+        place = _at(max(found, key=lambda row: row.flops))
+        if others := len(found) - 1:
+            place += f", with {others} other place{'s' * (others > 1)},"
         yield (
             f"{place} multiplies float32 with HIGHEST precision ({count / total:.0%} of the "
-            f"operations of products): an H200 does {FLOAT32_PEAK / 1e12:.0f} TFLOP/s of these and "
-            f"{TF32_PEAK / 1e12:.0f} in TF32, so they may take {TF32_PEAK / FLOAT32_PEAK:.1f} "
-            "times as long. If TF32's 11 bits are enough, put it under "
+            # By NVIDIA's data sheet, without sparsity.
+            "operations of products): an H200 does 67 TFLOP/s of these and 494 in TF32, so they "
+            "may take 7.4 times as long. If TF32's 11 bits are enough, put it under "
             "jax.default_matmul_precision('tensorfloat32') inside the function"
         )
 
@@ -313,77 +259,65 @@ def dear_in_float32(rows: list[Row]) -> Iterator[str]:
 def lost_digits(plan: Plan, half: str) -> Iterator[str]:
     """Yields a sentence for each half product that loses digits which matter."""
     spacing = 512 * float(jnp.finfo(half).eps)  # of the numbers from 512 to 1024
-    singles = [step for step, *_ in steps_of(plan) if isinstance(step, Single) and step.is_half]
+    knows = f"{half} knows 1000 to {spacing:g}"
     wrapping = products_that_wrap(plan.graph)
-    wrapped = (step.node for step in singles if step.node in wrapping)
-    beside_offsets = (step.node for step in singles if step.reads_offset)
-    for place in dict.fromkeys(map(_place, wrapped)):
-        yield (
-            f"a product at {place} multiplies in {half}, and its result goes to a function that "
-            f"wraps, such as sin: {half} knows 1000 to {spacing:g}. Keep the product in float32 by "
-            "a rule if its results are large"
-        )
-    for place in dict.fromkeys(map(_place, beside_offsets)):
-        yield (
-            f"a product at {place} multiplies in {half} numbers to which a much larger one was "
-            f"added: {half} knows 1000 to {spacing:g}. Take it away before the product, or keep "
-            "the product in float32 by a rule"
-        )
+    singles = [step for step, *_ in steps_of(plan) if isinstance(step, Single) and step.is_half]
+    for step in singles:
+        if step.node in wrapping:
+            yield (
+                f"{_half_product(step, half)}, and its result goes to a function that wraps, such "
+                f"as sin: {knows}. Keep the product in float32 by a rule if its results are large"
+            )
+        if step.reads_offset:
+            yield (
+                f"{_half_product(step, half)} numbers to which a much larger one was added: "
+                f"{knows}. Take it away before the product, or keep the product in float32 by a "
+                "rule"
+            )
 
 
-def odd_sizes(operations: Iterable[Operation]) -> Iterator[str]:
+def _half_product(step: Single, half: str) -> str:
+    return f"a product at {place_name(*module_and_line(step.node))} multiplies in {half}"
+
+
+def odd_sizes(found: list[tuple[Row, Operation]]) -> Iterator[str]:
     """Yields a sentence for products in half or float8 with sizes that a GPU pads.
 
     For a GPU with tensor cores XLA copies the operands of such a matrix product into padded ones
-    and cuts out the result (its passes `cublas_pad_for_gemms` and, for float16,
-    `cudnn_pad_for_convolutions`), unless it takes a Triton kernel; NVIDIA's guide to matrix
-    multiplication says that tensor cores are most efficient at multiples of 16 bytes. Compiled for
-    an H200 with cuBLAS, 4096 x 4096 by 4096 x 4095 in float16 moves 2.3 times the bytes of its
-    neighbour with 4096 columns.
+    and cuts out the result (its pass `cublas_pad_for_gemms`), unless it takes a Triton kernel;
+    NVIDIA's guide to matrix multiplication says that tensor cores are most efficient at multiples
+    of 16 bytes. Compiled for an H200 with cuBLAS, 4096 x 4096 by 4096 x 4095 in float16 moves 2.3
+    times the bytes of its neighbour with 4096 columns.
 
-    Places that share their sizes have one sentence; the turns of scans count. Products with a
-    vector, grouped convolutions and ragged products have none: they use other kernels.
+    The turns of scans count. Products with a vector and ragged products use other kernels, and
+    have no sentence; convolutions have none either.
     """
-    total = 0
-    found: dict[str, collections.Counter[str]] = {}
-    for operation in operations:
-        dtype = ", ".join(operation.dtypes_in)
-        if dtype not in MULTIPLES or not is_product(operation.equation):
+    total, odd = 0, []
+    for row, operation in found:
+        if row.kind != "product" or row.dtype_in not in MULTIPLES:
             continue
-        flops, sizes = product_of(operation.equation)
-        total += operation.times * flops
-        odd = [f"{length} {name}" for length, name in sizes if length % MULTIPLES[dtype]]
-        if odd and flops >= LEAST_COUNTED:
-            what = f"{dtype} with {', '.join(odd)}, no multiple of {MULTIPLES[dtype]}"
-            places = found.setdefault(what, collections.Counter())
-            place = f"{operation.equation.primitive.name} at {_place(operation)}"
-            places[place] += operation.times * flops
-    for what, places in found.items():
-        share = places.total() / total
-        if share >= SHARE:
-            ((largest, _),) = places.most_common(1)
+        total += row.flops
+        multiple = MULTIPLES[row.dtype_in]
+        sizes = tensor_core_sizes(operation.equation).items()
+        if words := [f"{length} {name}" for name, length in sizes if length % multiple]:
+            why = f"{row.dtype_in} with {', '.join(words)}, no multiple of {multiple}"
+            odd.append(dataclasses.replace(row, why=why))
+    for row in with_repeated(odd):
+        if row.flops >= max(SHARE * total, LEAST_COUNTED * row.times):
             yield (
-                f"{_and_others(largest, len(places) - 1)} multiplies in {what}: padded on a GPU, "
-                f"it may be slower ({share:.0%} of the operations of half products)"
+                f"{_at(row)} multiplies in {row.why}: padded on a GPU, it may be slower "
+                f"({row.flops / total:.0%} of the operations of half products)"
             )
 
 
 def no_float8(rows: list[Row]) -> Iterator[str]:
     """Yields why no product is float8, if the policy asks for float8 products."""
     lead = "; not float8: "
-    if not any(row.dtype_in == FLOAT8 for row in rows):
-        reasons = collections.Counter(row.why.split(lead)[1] for row in rows if lead in row.why)
-        for why, _ in reasons.most_common(1):
-            yield f"the policy asks for float8 products, and none is float8: {why}"
+    reasons = [row.why.split(lead)[1] for row in rows if lead in row.why]
+    if reasons and not any(row.dtype_in == FLOAT8 for row in rows):
+        why = statistics.mode(reasons)
+        yield f"the policy asks for float8 products, and none is float8: {why}"
 
 
 def _at(row: Row) -> str:
     return f"{row.operation} at {place_name(row.module, row.source)}"
-
-
-def _place(found: Node | Operation) -> str:
-    return place_name(*module_and_line(found))
-
-
-def _and_others(first: str, others: int) -> str:
-    return f"{first}, with {others} other place{'s' * (others > 1)}," if others else first

@@ -97,14 +97,11 @@ def check_skips(opt_state: PyTree, limit: int) -> None:
         cause = "Either this static scale is too high (a dynamic one would come down), or"
     else:
         cause = "If so many halvings do not help, the scale is not the cause:"
-    is_nnx = lambda node: type(node).__module__.startswith("flax.nnx")
-    has_nnx = any(map(is_nnx, jax.tree.leaves(opt_state, is_leaf=is_nnx)))
-    asked = "(nnx.grad(loss_fn))(model" if has_nnx else "(jax.grad(loss_fn))(params"
     raise FloatingPointError(
         f"The last {skips.max()} steps were skipped, all of them: their gradients were infinite or "
         f"NaN, and the loss scale is {scale:g} by now. {cause} there is an infinity or a NaN in "
-        f"the parameters, the batch or the loss. diagnostics.find_nonfinite{asked}, *batch) names "
-        "the operation behind it."
+        "the parameters, the batch or the loss. diagnostics.find_nonfinite(jax.grad(loss_fn))"
+        "(params, *batch) names the operation behind it; with nnx, nnx.grad and the model."
     )
 
 

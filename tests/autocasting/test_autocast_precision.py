@@ -386,7 +386,7 @@ def test_the_report_says_the_precision_of_each_float32_product():
         ("float32", "DEFAULT and HIGH, the user's"),
         ("float32", "BF16_BF16_F32_X3, the user's"),
     ]
-    assert "float32 (HIGHEST, the user's)" in found.table()
+    assert "float32 (HIGHEST, the user's)" in str(found)
     assert found.to_dict()["rows"][1]["precision"] == "HIGHEST"
     with jax.default_matmul_precision("high"):
         precisions = [row.precision for row in report(function).rows]

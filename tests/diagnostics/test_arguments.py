@@ -34,7 +34,7 @@ def test_arguments_of_any_kind_reach_the_function(tool):
     kinds = {"compare": "kind", "gradient_report": "role"}
     if tool in kinds:
         paths = [row.path for row in found.rows if getattr(row, kinds[tool]) == "gradient"]
-        assert paths == (["w"] if tool == "compare" else ["gain", "w"])
+        assert paths == ["w"]
 
 
 @pytest.mark.parametrize(

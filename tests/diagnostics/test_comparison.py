@@ -113,31 +113,30 @@ def test_the_module_with_a_half_unsafe_operation_is_named():
 
 NAN, INF = math.nan, math.inf
 EDGES = {
-    # a, b: relative error, largest error, how many are not finite
-    "equal": ([3, 4], [3, 4], 0, 0, (0, 0)),
-    "both zero": ([0, 0], [0, 0], 0, 0, (0, 0)),
-    "reference zero": ([1, 0], [0, 0], INF, 1, (0, 0)),
-    "flushed to zero": ([0, 0], [0, 2], 1, 2, (0, 0)),
-    "empty": ([], [], 0, 0, (0, 0)),
-    "the same NaN": ([NAN, 3], [NAN, 3], NAN, NAN, (1, 1)),
-    "the same infinity": ([-INF, 3], [-INF, 4], 0.25, 1, (1, 1)),
-    "NaN in the policy": ([NAN, 3], [1, 3], INF, INF, (1, 0)),
-    "overflow": ([INF, 3], [1e6, 3], INF, INF, (1, 0)),
-    "NaN in the reference": ([1, 3], [NAN, 3], NAN, NAN, (0, 1)),
-    "a NaN for an infinity": ([INF, 3], [NAN, 3], NAN, NAN, (1, 1)),
-    "other infinities": ([INF, 3], [-INF, 3], INF, INF, (1, 1)),
-    "subnormal float16": ([0, 2.0**-24], [2.0**-24] * 2, 0.5**0.5, 2.0**-24, (0, 0)),
-    "tiny": ([1e-38, 0], [1e-38, 0], 0, 0, (0, 0)),
+    # a, b: relative error, largest error
+    "equal": ([3, 4], [3, 4], 0, 0),
+    "both zero": ([0, 0], [0, 0], 0, 0),
+    "reference zero": ([1, 0], [0, 0], INF, 1),
+    "flushed to zero": ([0, 0], [0, 2], 1, 2),
+    "empty": ([], [], 0, 0),
+    "the same NaN": ([NAN, 3], [NAN, 3], NAN, NAN),
+    "the same infinity": ([-INF, 3], [-INF, 4], 0.25, 1),
+    "NaN in the policy": ([NAN, 3], [1, 3], INF, INF),
+    "overflow": ([INF, 3], [1e6, 3], INF, INF),
+    "NaN in the reference": ([1, 3], [NAN, 3], NAN, NAN),
+    "a NaN for an infinity": ([INF, 3], [NAN, 3], NAN, NAN),
+    "other infinities": ([INF, 3], [-INF, 3], INF, INF),
+    "subnormal float16": ([0, 2.0**-24], [2.0**-24] * 2, 0.5**0.5, 2.0**-24),
+    "tiny": ([1e-38, 0], [1e-38, 0], 0, 0),
 }
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name):
-    a, b, relative, largest, nonfinite = EDGES[name]
+    a, b, relative, largest = EDGES[name]
     row = _comparison.error_of("result", "", np.array(a), np.array(b), 1.0)
     assert row.relative_error == pytest.approx(relative, nan_ok=True)
     assert row.largest_error == pytest.approx(largest, nan_ok=True)
-    assert (row.nonfinite, row.reference_nonfinite) == nonfinite
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,6 @@ def test_what_is_nan_in_both_has_no_known_error_and_comes_first():
     assert math.isnan(result.relative_error) and math.isnan(result.largest_error)
     assert math.isnan(found.worst()[0].relative_error)
     assert math.isnan(found.by_module(depth=0)[0].relative_error)
-    assert "not finite: 1, in the reference 1" in str(found)
 
 
 def test_a_loss_scale_takes_underflow_out_of_the_error():
@@ -268,7 +266,8 @@ def test_a_float16_result_that_no_loss_scale_fits_has_infinite_gradients():
     loss = lambda params, x: jnp.mean(x @ params["w"])
     params, x = {"w": jnp.ones((8, 4), jnp.float16)}, jnp.ones((4, 8), jnp.float16)
     found = diagnostics.compare(loss, "O2", scale=2.0**16)(params, x)
-    assert [row.nonfinite for row in found.rows] == [0, 32]
+    result, gradient = found.rows
+    assert result.relative_error < 1 and gradient.relative_error == INF
 
 
 def test_of_a_loss_with_something_beside_the_loss_alone_is_differentiated():

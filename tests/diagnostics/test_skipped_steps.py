@@ -107,7 +107,7 @@ def test_the_state_of_an_nnx_optimizer_and_the_gradient_that_it_asks_about():
     nnx_adapter.train_step(loss_fn, network, optimizer, jnp.ones((1, 2)))
     for given in (optimizer, nnx.as_pure(optimizer.opt_state)):
         assert diagnostics.metrics(given)["skipped_steps"] == 1
-        with pytest.raises(FloatingPointError, match=r"\(nnx.grad\(loss_fn\)\)\(model, \*batch\)"):
+        with pytest.raises(FloatingPointError, match="with nnx, nnx.grad and the model"):
             diagnostics.check_skips(given, 1)
     with pytest.raises(TypeError, match=r"got traced int32.*outside of jit"):
         nnx.jit(lambda optimizer: diagnostics.check_skips(optimizer, 1))(optimizer)
@@ -136,7 +136,7 @@ def test_a_model_that_is_dead_is_said_to_be():
         "the loss scale is 1 by now. If so many halvings do not help, the scale is not the cause: "
         "there is an infinity or a NaN in the parameters, the batch or the loss. "
         "diagnostics.find_nonfinite(jax.grad(loss_fn))(params, *batch) names the operation behind "
-        "it."
+        "it; with nnx, nnx.grad and the model."
     )
 
 
