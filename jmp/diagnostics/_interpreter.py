@@ -351,7 +351,8 @@ class Interpreter:
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
         name = here.equation.primitive.name
-        ways = {"scan": self._scan, "cond": self._cond, "shard_map": self._shard_map}
+        ways = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        ways["shard_map"] = self._shard_map
         other = self._call if name in _jax_compat.CALLS else self._operation
         return ways.get(name, other)(inputs, here)
 
@@ -439,6 +440,28 @@ class Interpreter:
                 rows = _causes_of(results[scan.n_carry :])
                 stacked = [earliest(pair) for pair in zip(stacked, rows, strict=True)]
             return [*_causes_of(carry), *stacked]
+
+        return self._operation(inputs, here, look)
+
+    def _while(self, inputs: list[Checked], here: Location) -> list[Checked]:
+        loop = _jax_compat.While.of(here.equation.params)
+        tested, constants, first = loop.split(inputs)
+        condition = jax.jit(_jax_compat.as_function(loop.condition))
+        body = jax.jit(_jax_compat.as_function(loop.body))
+
+        def goes_on(carry: list[Checked]) -> np.ndarray:
+            (answer,) = condition(*(x.value for x in [*tested, *carry]))
+            return np.asarray(_jax_compat.on_all_devices(answer))
+
+        def look() -> Causes:
+            carry, turn = first, 0
+            if goes_on(carry).size > 1:  # under vmap and shard_map each one stops when it is done
+                return [None] * len(carry)
+            while goes_on(carry).item():
+                inner = here.within(f"while, iteration {turn}")
+                carry = self._turn(body, loop.body, [*constants, *carry], inner)
+                turn += 1
+            return _causes_of(carry)
 
         return self._operation(inputs, here, look)
 

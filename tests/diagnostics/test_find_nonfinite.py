@@ -61,9 +61,9 @@ def scanned(x, reverse=False):
 def loop(x):
     def body(state):
         count, value = state
-        return count + 1, value * value
+        return count + 1, value * value  # planted
 
-    return lax.while_loop(lambda state: state[0] < 10, body, (0, x))[1]  # planted
+    return lax.while_loop(lambda state: state[0] < 10, body, (0, x))[1]
 
 
 def loop_under_vmap(x):
@@ -189,7 +189,7 @@ CASES = [
     Case(scanned, (PROBABLE,), "exp", "", inside=("scan, iteration 7",), module="cell"),
     Case(functools.partial(scanned, reverse=True), (PROBABLE,), "exp", "",
          inside=("scan, iteration 7",), module="cell", name="reverse scan"),
-    Case(loop, (half(10),), "while", "reported as a whole"),
+    Case(loop, (half(10),), "mul", "", inside=("while, iteration 2",)),
     Case(loop_under_vmap, (half(10, 20),), "while", "reported as a whole"),
     Case(lambda x: lax.switch(2, [jnp.tanh, jnp.sin, exponential], x), (half(12),), "exp", "",
          inside=("cond, branch 2",), name="experts"),
