@@ -236,12 +236,6 @@ def called(params: Params) -> core.ClosedJaxpr:
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
 
-def traced_name(jaxpr: Any) -> str:
-    """Returns the name of the Python function that a jaxpr was traced from; "" if none is known."""
-    source = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "")  # "name at file:1"
-    return str(source).partition(" at ")[0]
-
-
 def called_name(equation: core.JaxprEqn) -> str:
     """Returns the name of what a jit, a custom derivative or a kernel calls, else the primitive."""
     if "_prim" in equation.params:

@@ -289,7 +289,6 @@ class Packed:
 class Traced(NamedTuple):
     """One call of a program: what was traced, planned, and what to run it on."""
 
-    closed: Any
     plan: Plan
     emit: Callable[..., list[Any]]  # of constants and arrays, cast to the dtypes of `plan.reads`
     emit_until: Callable[[str], Callable[..., list[Any]]]  # the same, after the pass of a name
@@ -349,20 +348,22 @@ class Program:
         with jax.default_matmul_precision(None):  # a product that names none has none
             closed, result = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, constants = _jax_compat.open_jaxpr(closed)
+
+        def planned(last_pass: str | None = None) -> Plan:
+            request = Request(self.settings, last_pass)
+            return plan_program(closed, self._in_half(held), request)
+
         if jaxpr not in self._plans:
-            plan = plan_program(closed, self._in_half(held), Request(self.settings))
+            plan = planned()
             self._warn(plan, jaxpr)
             emit = functools.partial(_run_marked, plan)
             self._plans[jaxpr] = plan, emit, jax.jit(emit)
         plan, emit, run = self._plans[jaxpr]
 
         def emit_until(last_pass: str) -> Callable[..., list[Any]]:
-            request = Request(self.settings, last_pass)
-            return functools.partial(
-                _run_marked, plan_program(closed, self._in_half(held), request)
-            )
+            return functools.partial(_run_marked, planned(last_pass))
 
-        return Traced(closed, plan, emit, emit_until, run, constants, arrays, result)
+        return Traced(plan, emit, emit_until, run, constants, arrays, result)
 
     def _in_half(self, held: StaticPart) -> list[bool]:
         """For each array among the arguments, whether `apply_to` names it."""

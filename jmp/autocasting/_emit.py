@@ -34,10 +34,6 @@ from jmp.autocasting._steps import (
 )
 from jmp.dtypes import FLOAT32
 
-# The name of the function that a recomputed island is traced from: diagnostics tell by it such a
-# remat from the user's.
-ISLAND = "run_island"
-
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a level, given its inputs in the dtypes of `plan.reads`."""
@@ -193,7 +189,6 @@ def _function_of(island: Island) -> Function:
         pairs = [(environment[write.value], write) for write in island.writes]
         return [cast(saturated(x) if write.saturates else x, write.dtype) for x, write in pairs]
 
-    run_island.__name__ = ISLAND
     if not island.is_recomputed:
         return run_island
     kept = [rewrite.keeps for rewrite in island.rewrites.values() if rewrite.keeps]

@@ -247,19 +247,16 @@ class Request:
 MODULE = "jmp.module:"
 
 
-def joined_path(names: Sequence[str], outer: str = "") -> str:
+def joined_path(names: Sequence[str]) -> str:
     """Returns name scopes joined by slashes, without our own; a module's path begins anew.
 
     Args:
       names: scopes, outermost first.
-      outer: the path around them.
 
-    >>> joined_path(["jmp.module:", "jmp.module:block/mlp", "gate"], "block")
+    >>> joined_path(["jmp.module:", "jmp.module:block/mlp", "gate", "jmp.autocast"])
     'block/mlp/gate'
-    >>> joined_path(["gate", "jmp.autocast"], "block")
-    'block/gate'
     """
-    path = [outer] if outer else []
+    path: list[str] = []
     for name in names:
         if name.startswith(MODULE):
             path = [name.removeprefix(MODULE)]
