@@ -39,8 +39,6 @@ CAUSES = {  # of those over a bound
     "dlrm": LOOKUPS,
     "message-passing": LOOKUPS,
     "crossed": LOOKUPS,
-    "pointnet": "masks of the maxima are stored, by hand they are compared again",
-    "linear-recurrent-unit": "the real part of the states is stored in float32",
     "maml": "the derivative of the inner step keeps a value of the loss in float32",
 }
 
