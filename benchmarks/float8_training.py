@@ -12,7 +12,6 @@ those of the program for a GPU, the sums are not its tensor cores'.
 """
 
 import argparse
-import collections
 import importlib
 import sys
 import time
@@ -25,7 +24,6 @@ import numpy as np
 import jmp
 from benchmarks._results import facts, write
 from benchmarks.processes import ROOT
-from jmp import diagnostics
 from testbed.gpt2 import GPT2, gpt2
 from testbed.models import MODELS
 from testbed.relative_errors import relative_error
@@ -66,23 +64,12 @@ def of_gradients() -> dict[str, dict[str, float]]:
     return found
 
 
-def of_products(report: diagnostics.PrecisionReport) -> dict[str, Any]:
-    """Returns the share of operations in float8, and why the other products are not."""
-    apart = "; not float8: "
-    reasons: collections.Counter[str] = collections.Counter()
-    for row in report.rows:
-        if apart in row.why:
-            reasons[row.why.split(apart)[1]] += row.times
-    return {"float8_share": report.float8_flops_share, "not_float8": dict(reasons)}
-
-
 def of_gpt(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "examples"))
     example = importlib.import_module("gpt")
     options = {**SIZE, "steps": steps, "learning_rate": LEARNING_RATE}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     rows: list[dict[str, Any]] = []
-    products: dict[str, Any] = {}
     for seed in seeds:
         row: dict[str, Any] = {"seed": seed}
         for precision in PRECISIONS:
@@ -91,15 +78,11 @@ def of_gpt(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
             )
             losses, report = losses_of(example, parsed)
             row[precision] = float(np.mean(losses[-LAST:]))
-            products = of_products(report)
+            share = report.float8_flops_share
         row["difference"] = row["float8"] - row["bfloat16"]
         print(f"GPT, seed {seed}: " + ", ".join(f"{p} {row[p]:.4f}" for p in PRECISIONS))
         rows.append(row)
-    return {
-        "options": options,
-        **products,
-        "rows": rows,
-    }
+    return {"options": options, "float8_share": share, "rows": rows}
 
 
 def losses_of(example: Any, options: argparse.Namespace) -> tuple[list[float], Any]:

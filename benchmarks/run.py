@@ -101,7 +101,7 @@ def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) ->
     names = [row.name for row in RECIPES if row.address(workload) is not None]
     if compiled:
         names = [name for name in names if name != "tf32"]  # the same program as float32
-    elif not isinstance(workload, Update):
+    elif workload.name == "gpt2":
         names += TORCH
     return [name for name in names if name in arguments.recipes]
 

@@ -430,12 +430,8 @@ def compile_step(case: Case, variant: str, small: bool = False) -> Program:
 
 def counted(program: Program) -> dict[str, Any]:
     """Returns what the report says of a program: bytes by kind and dtype, and its figures."""
-    return {
-        "received": received_of(program.text),
-        "bytes_moved": program.bytes_moved,
-        "kernels": program.kernels,
-        "temp_bytes": program.temp_bytes,
-    }
+    figures = program.figures("bytes_moved", "kernels", "temp_bytes")
+    return {"received": received_of(program.text)} | figures
 
 
 def received_of(text: str) -> dict[str, int]:

@@ -37,13 +37,7 @@ class Worker:
 
         training, *arguments = self._training(workload, rehearse)
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)
-        return {
-            "bytes_moved": program.bytes_moved,
-            "kernels": program.kernels,
-            "copies": program.copies,
-            "conditionals": program.conditionals,
-            "temp_bytes": program.temp_bytes,
-        }
+        return program.figures("bytes_moved", "kernels", "copies", "temp_bytes")
 
     def wire(self, case: str, variant: str, rehearse: bool) -> dict[str, Any]:
         """Counts what eight H200s send each other in a step, without a device."""
@@ -74,19 +68,13 @@ class Worker:
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
         training, *arguments = self._training(workload, rehearse)
-        started = time.perf_counter()
-        traced = jax.jit(training.step, donate_argnums=0).trace(*arguments)
-        traced_at = time.perf_counter()
-        compiled = traced.lower().compile()
-        compiled_at = time.perf_counter()
+        compiled = jax.jit(training.step, donate_argnums=0).lower(*arguments).compile()
         self._step = compiled
         self._state = jax.jit(training.init)(jax.random.key(0))
         self._batch = jax.jit(workloads.find(workload, rehearse).batch)(jax.random.key(1))
         self.time(2)
         memory = compiled.memory_analysis()
         return {
-            "trace_seconds": traced_at - started,
-            "compile_seconds": compiled_at - traced_at,
             "step_seconds": self.time(3)["seconds"] / 3,
             "compiler_bytes": memory.temp_size_in_bytes
             + memory.argument_size_in_bytes

@@ -12,11 +12,9 @@ from benchmarks.pages.wire import MIB
 
 # Programs for an H200.
 
-COST = ("bytes_moved", "temp_bytes", "kernels")
-
 
 def _over(program: Any, base: Any, digits: int = 3) -> list[str]:
-    return [f"{program[name] / base[name]:.{digits}f}" for name in COST]
+    return [f"{program[name] / base[name]:.{digits}f}" for name in programs.COST]
 
 
 @figure("programs/autocast-table")
