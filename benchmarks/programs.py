@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._names import named
-from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from testbed.machines import attentions, float8_steps
 from testbed.machines.gpus import compile_for_h200, one_gpu
 from testbed.machines.training_steps import WAYS, compile_step
 from testbed.models import MODELS
-from testbed.passes import without_pass
+from testbed.passes import replaced, without_pass
 
 MODEL_TITLES = {
     "resnet": "ResNet, batch 256, 32 x 32",
