@@ -15,7 +15,6 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,8 +35,9 @@ SMALL_MODELS = {
     "equinox_attention": "attention of Equinox",
 }
 # Tokens times the width squared, the smallest of a block's products, are 2**28 multiplications.
-SIZE = {"layers": 2, "width": 256, "heads": 4, "length": 128, "batch_size": 32}
-LEARNING_RATE = 2e-3
+OPTIONS = {"layers": 2, "width": 256, "heads": 4, "length": 128, "batch_size": 32}
+OPTIONS |= {"steps": 200, "learning_rate": 2e-3}
+SEEDS = 3
 LAST = 20  # steps, whose mean loss is compared
 RESULTS = ROOT / "results" / "float8_training.json"
 
@@ -64,13 +64,12 @@ def of_gradients() -> dict[str, dict[str, float]]:
     return found
 
 
-def of_gpt(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+def of_gpt() -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "examples"))
     example = importlib.import_module("gpt")
-    options = {**SIZE, "steps": steps, "learning_rate": LEARNING_RATE}
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     rows: list[dict[str, Any]] = []
-    for seed in seeds:
+    for seed in range(SEEDS):
         row: dict[str, Any] = {"seed": seed}
         for precision in PRECISIONS:
             parsed = example.argument_parser().parse_args(
@@ -82,7 +81,7 @@ def of_gpt(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
         row["difference"] = row["float8"] - row["bfloat16"]
         print(f"GPT, seed {seed}: " + ", ".join(f"{p} {row[p]:.4f}" for p in PRECISIONS))
         rows.append(row)
-    return {"options": options, "float8_share": share, "rows": rows}
+    return {"options": OPTIONS, "float8_share": share, "rows": rows}
 
 
 def losses_of(example: Any, options: argparse.Namespace) -> tuple[list[float], Any]:
@@ -98,14 +97,8 @@ def losses_of(example: Any, options: argparse.Namespace) -> tuple[list[float], A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.float8_training", description=__doc__
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
     started = time.perf_counter()
-    found = {"gradients": of_gradients(), "gpt": of_gpt(arguments.steps, range(arguments.seeds))}
+    found = {"gradients": of_gradients(), "gpt": of_gpt()}
     write(RESULTS, found | facts(started, ("jax", "jaxlib", "flax", "optax")))
 
 
