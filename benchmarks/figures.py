@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib
 import json
-import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -117,10 +116,8 @@ def drawn(name: str) -> Any:
     return figure if name in WIDE else for_a_phone(figure)
 
 
-def draw(folder: pathlib.Path = FOLDER, names: Iterable[str] = tuple(DRAWINGS)) -> None:
-    """Draws the figures into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        _, files = DRAWINGS[name]
-        figure = drawn(name)
-        example("_common").save_figure(figure, folder / f"{name}.svg", source(files))
+def draw() -> None:
+    """Draws all figures into their folder."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, (_, files) in DRAWINGS.items():
+        example("_common").save_figure(drawn(name), FOLDER / f"{name}.svg", source(files))

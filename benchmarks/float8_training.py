@@ -12,11 +12,9 @@ those of the program for a GPU, the sums are not its tensor cores'.
 """
 
 import argparse
-import collections
 import importlib
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +23,6 @@ import numpy as np
 import jmp
 from benchmarks._results import facts, write
 from benchmarks.processes import ROOT
-from jmp import diagnostics
 from testbed.gpt2 import GPT2, gpt2
 from testbed.models import MODELS
 from testbed.relative_errors import relative_error
@@ -38,8 +35,9 @@ SMALL_MODELS = {
     "equinox_attention": "attention of Equinox",
 }
 # Tokens times the width squared, the smallest of a block's products, are 2**28 multiplications.
-SIZE = {"layers": 2, "width": 256, "heads": 4, "length": 128, "batch_size": 32}
-LEARNING_RATE = 2e-3
+OPTIONS = {"layers": 2, "width": 256, "heads": 4, "length": 128, "batch_size": 32}
+OPTIONS |= {"steps": 200, "learning_rate": 2e-3}
+SEEDS = 3
 LAST = 20  # steps, whose mean loss is compared
 RESULTS = ROOT / "results" / "float8_training.json"
 
@@ -66,24 +64,12 @@ def of_gradients() -> dict[str, dict[str, float]]:
     return found
 
 
-def of_products(report: diagnostics.PrecisionReport) -> dict[str, Any]:
-    """Returns the share of operations in float8, and why the other products are not."""
-    apart = "; not float8: "
-    reasons: collections.Counter[str] = collections.Counter()
-    for row in report.rows:
-        if apart in row.why:
-            reasons[row.why.split(apart)[1]] += row.times
-    return {"float8_share": report.float8_flops_share, "not_float8": dict(reasons)}
-
-
-def of_gpt(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+def of_gpt() -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "examples"))
     example = importlib.import_module("gpt")
-    options = {**SIZE, "steps": steps, "learning_rate": LEARNING_RATE}
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     rows: list[dict[str, Any]] = []
-    products: dict[str, Any] = {}
-    for seed in seeds:
+    for seed in range(SEEDS):
         row: dict[str, Any] = {"seed": seed}
         for precision in PRECISIONS:
             parsed = example.argument_parser().parse_args(
@@ -91,15 +77,11 @@ def of_gpt(steps: int, seeds: Sequence[int]) -> dict[str, Any]:
             )
             losses, report = losses_of(example, parsed)
             row[precision] = float(np.mean(losses[-LAST:]))
-            products = of_products(report)
+            share = report.float8_flops_share
         row["difference"] = row["float8"] - row["bfloat16"]
         print(f"GPT, seed {seed}: " + ", ".join(f"{p} {row[p]:.4f}" for p in PRECISIONS))
         rows.append(row)
-    return {
-        "options": options,
-        **products,
-        "rows": rows,
-    }
+    return {"options": OPTIONS, "float8_share": share, "rows": rows}
 
 
 def losses_of(example: Any, options: argparse.Namespace) -> tuple[list[float], Any]:
@@ -115,14 +97,8 @@ def losses_of(example: Any, options: argparse.Namespace) -> tuple[list[float], A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.float8_training", description=__doc__
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
     started = time.perf_counter()
-    found = {"gradients": of_gradients(), "gpt": of_gpt(arguments.steps, range(arguments.seeds))}
+    found = {"gradients": of_gradients(), "gpt": of_gpt()}
     write(RESULTS, found | facts(started, ("jax", "jaxlib", "flax", "optax")))
 
 

@@ -152,12 +152,12 @@ OTHERS = (
 PARTS = (*ATTENTIONS, *FAMILY_PARTS, *OTHERS)
 
 
-def measured(name: str, small: bool, rounds: int) -> dict[str, dict[str, Any]]:
+def counted(part_name: str, small: bool, rounds: int) -> dict[str, dict[str, Any]]:
     """Returns for each way what `paired` says of it and its `deviation`, or `{"error": sentence}`.
 
     The deviation is the relative error to exact float32; a part without that way has none.
     """
-    part = named("part", name, PARTS)
+    part = named("part", part_name, PARTS)
     timed: dict[str, Callable[[int], float]] = {}
     found: dict[str, dict[str, Any]] = {}
     exact = None

@@ -1,8 +1,6 @@
 """Draws programs, and compares what autocast makes of them between two states of the package.
 
-    python -m benchmarks.plan_sample compare --base main     # the clone against a revision
-    python -m benchmarks.plan_sample write --output before.jsonl.gz
-    python -m benchmarks.plan_sample compare before.jsonl.gz after.jsonl.gz
+    python -m benchmarks.plan_sample compare --base main    # the clone against a revision
 
 Of each program are written: the jaxpr that `jmp.autocast` emits, equation by equation; that of its
 gradient with respect to all floating arguments; the precision report, with the reason of each
@@ -10,8 +8,8 @@ operation; warnings of jmp, and errors where there is no program. Nothing is com
 `_program_texts.py` says what is left out of the texts, so that private functions may be renamed and
 moved; `_plan_sources.py` has the sources, of which a seed draws a fixed share each.
 
-`compare --base` takes the package `jmp` alone out of the revision and draws the programs of the
-clone with both. The exit status is 1 if any program differs.
+`compare` takes the package `jmp` alone out of the revision and draws the programs of the clone with
+both: it runs `write` once with each package. The exit status is 1 if any program differs.
 """
 
 import argparse
@@ -47,7 +45,6 @@ from benchmarks._program_texts import (
     normal,
     program_text,
     report_text,
-    without_lines,
     without_names,
 )
 from benchmarks.processes import ROOT
@@ -57,6 +54,7 @@ from testbed.machines.gpus import as_if_cudnn
 COUNT, SEED = 3000, 0
 PARTS = ("forward", "gradient", "report", "warnings")
 AT_ONCE = 100  # programs after which JAX forgets what it traced: memory
+SHOWN, LINES = 3, 60  # differences that are printed, and lines of each
 PACKAGE = pathlib.Path(jmp.__file__).parent
 
 
@@ -165,7 +163,8 @@ def write(
       tell: is called with a sentence now and then, such as `print`.
     """
     tell = tell or (lambda sentence: None)
-    state = _state()  # the files may be edited meanwhile
+    # Now: the files may be edited meanwhile.
+    state = {"jmp": _digest(PACKAGE), "names": names_of_package()}
     seconds: collections.Counter[str] = collections.Counter()  # of the processor
     with _opened(path) as file:
         for number, drawn in enumerate(drawn_programs(count, seed, only)):
@@ -177,7 +176,7 @@ def write(
             named = {"source": drawn.source, "name": drawn.name, "policy": drawn.policy}
             file.write(json.dumps({**named, "options": options, **record(drawn)}) + "\n")
             seconds[drawn.source] += time.process_time() - seconds.total()
-        file.write(json.dumps({"count": count, "seed": seed, **state}) + "\n")
+        file.write(json.dumps(state) + "\n")
     each = ", ".join(f"{source} {taken:.0f}" for source, taken in seconds.items())
     tell(f"all programs in {seconds.total():.0f} s of the processor: {each}")
 
@@ -190,64 +189,40 @@ def _opened(path: pathlib.Path) -> Iterator[io.TextIOBase]:
             yield file
 
 
-def _state() -> dict[str, Any]:
-    """Returns what the programs depend on: versions, the package, and the files they are of."""
-    modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    paths = {pathlib.Path(file) for file in modules if file}
-    own = {path for path in paths if path.is_relative_to(ROOT) and PACKAGE not in path.parents}
-    folders = ("benchmarks", "testbed")
-    return {
-        "jax": jax.__version__,
-        "python": ".".join(map(str, sys.version_info[:2])),
-        "jmp": _digest(PACKAGE, PACKAGE.rglob("*.py")),
-        "names": names_of_package(),
-        "programs": _digest(ROOT, (p for p in own if p.relative_to(ROOT).parts[0] in folders)),
-    }
-
-
-def _digest(root: pathlib.Path, paths: Any) -> str:
+def _digest(package: pathlib.Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 # Comparing.
 
 
-def read(path: pathlib.Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Returns the records of a file by program, and what they depend on."""
+def read(path: pathlib.Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns the records of a file, and which package made them."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         *rows, state = map(json.loads, file)
-    return {f"{row['source']}: {row['name']}": row for row in rows}, state
+    return rows, state
 
 
-def compare(
-    first: pathlib.Path, second: pathlib.Path, show: int = 3, lines: int = 60, tell: Any = print
-) -> bool:
+def compare(first: pathlib.Path, second: pathlib.Path, tell: Any = print) -> bool:
     """Prints how many programs are equal and how the first others differ; returns if all are."""
     (before, state), (after, other_state) = read(first), read(second)
-    for key in ("count", "seed", "jax", "python", "jmp", "programs"):
-        if state[key] != other_state[key]:
-            tell(f"{key}: {state[key]} and {other_state[key]}")
     names = {*state["names"], *other_state["names"]}
-    has_moved = state["programs"] != other_state["programs"]
-
-    def plain(text: str) -> str:
-        text = without_names(text, names)
-        return without_lines(text) if has_moved else text
-
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     shown = 0
-    for name in before | after:
-        row, other = before.get(name), after.get(name)
-        found = _differences(row, other, plain)
-        count = counts[(row or other or {})["source"]]
+    for row, other in zip(before, after, strict=True):
+        texts = {part: [without_names(of[part], names) for of in (row, other)] for part in PARTS}
+        found = [part for part, (text, other_text) in texts.items() if text != other_text]
+        count = counts[row["source"]]
         count.update(["programs", *(found or ["equal"])])
-        count["raised"] += bool(row and row["forward"].startswith("raised"))
-        if found and shown < show:
+        count["raised"] += row["forward"].startswith("raised")
+        if found and shown < SHOWN:
             shown += 1
-            tell("\n".join([f"\n{name}", *_unified(row, other, found, plain, lines)]))
+            title = f"\n{row['source']}: {row['name']}\n{row['policy']} {row['options']}"
+            lines = _unified(*texts[found[0]])
+            tell("\n".join([f"{title}; differs in: {', '.join(found)}", *lines]))
     tell("\n" * bool(shown) + _summary(counts))
     return all(count["equal"] == count["programs"] for count in counts.values())
 
@@ -256,7 +231,7 @@ def _summary(counts: dict[str, collections.Counter[str]]) -> str:
     counts = {source: counts[source] for source in SOURCES if source in counts}
     lines = []
     for source, count in (*counts.items(), ("all", sum(counts.values(), collections.Counter()))):
-        differ = [f"{key} {count[key]}" for key in (*PARTS, "way", "missing") if count[key]]
+        differ = [f"{part} {count[part]}" for part in PARTS if count[part]]
         others = f"; others differ in: {', '.join(differ)}" * bool(differ)
         raised = f"; {count['raised']} raise an error" * bool(count["raised"])
         equal = f"{count['equal']} of {count['programs']} programs are equal"
@@ -264,32 +239,13 @@ def _summary(counts: dict[str, collections.Counter[str]]) -> str:
     return "\n".join(lines)
 
 
-def _differences(row: Any, other: Any, plain: Callable[[str], str]) -> list[str]:
-    """Returns the parts in which a program differs."""
-    if row is None or other is None:
-        return ["missing"]
-    if any(row[key] != other[key] for key in ("policy", "options")):
-        return ["way"]
-    differing = [part for part in PARTS if row[part] != other[part]]
-    return [part for part in differing if plain(row[part]) != plain(other[part])]
-
-
-def _unified(
-    row: Any, other: Any, found: list[str], plain: Callable[[str], str], lines: int
-) -> Iterator[str]:
-    """Yields the policy and the options of a program, and the first part that differs."""
-    if found == ["missing"]:
-        yield f"is in {'the second' if row is None else 'the first'} file alone"
-        return
-    yield f"{row['policy']} {row['options']}; differs in: {', '.join(found)}"
-    if found == ["way"]:
-        yield f"{other['policy']} {other['options']}"
-        return
-    texts = [plain(record[found[0]]).splitlines() for record in (row, other)]
+def _unified(before: str, after: str) -> Iterator[str]:
+    """Yields the first lines of the difference between two texts."""
+    texts = before.splitlines(), after.splitlines()
     difference = list(difflib.unified_diff(*texts, "before", "after", lineterm="", n=2))
-    yield from difference[:lines]
-    if len(difference) > lines:
-        yield f"... and {len(difference) - lines} lines more"
+    yield from difference[:LINES]
+    if len(difference) > LINES:
+        yield f"... and {len(difference) - LINES} lines more"
 
 
 def write_with_both(
@@ -309,8 +265,7 @@ def write_with_both(
     for process in processes:
         if process.wait():
             raise subprocess.CalledProcessError(process.returncode, process.args)
-    package = folder / PACKAGE.name
-    if read(before)[1]["jmp"] != _digest(package, package.rglob("*.py")):
+    if read(before)[1]["jmp"] != _digest(folder / PACKAGE.name):
         raise RuntimeError(f"the package of {revision} was not the one that was imported")
     return before, after
 
@@ -340,24 +295,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     writing = commands.add_parser("write", parents=[drawing])
     writing.add_argument("--output", type=pathlib.Path, required=True)
     comparing = commands.add_parser("compare", parents=[drawing])
-    comparing.add_argument("files", type=pathlib.Path, nargs="*", help="two that `write` wrote")
-    comparing.add_argument("--base", help="a revision: its package is compared with the clone's")
-    comparing.add_argument("--show", type=int, default=3, help="how many differences are printed")
-    comparing.add_argument("--lines", type=int, default=60, help="of each difference")
+    comparing.add_argument("--base", required=True, help="a revision, compared with the clone")
     given = parser.parse_args(arguments)
     if given.command == "write":
         tell = lambda sentence: print(sentence, file=sys.stderr)
         write(given.output, given.count, given.seed, given.only, tell)
         return 0
-    if len(given.files) != (0 if given.base else 2):
-        parser.error("compare takes two files, or --base and a revision")
+    options = ["--count", str(given.count), "--seed", str(given.seed)]
+    options += ["--only", *given.only] if given.only else []
     with tempfile.TemporaryDirectory() as folder:
-        files = given.files
-        if given.base:
-            options = ["--count", str(given.count), "--seed", str(given.seed)]
-            options += ["--only", *given.only] if given.only else []
-            files = write_with_both(given.base, pathlib.Path(folder), options)
-        return int(not compare(*files, given.show, given.lines))
+        files = write_with_both(given.base, pathlib.Path(folder), options)
+        return int(not compare(*files))
 
 
 if __name__ == "__main__":

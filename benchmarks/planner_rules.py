@@ -26,9 +26,8 @@ import pathlib
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ from testbed.machines.gpus import compile_for_gpu
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for, make_step
 from testbed.models import MODELS, Model
-from testbed.passes import targets, without_pass
+from testbed.passes import replaced, targets, without_pass
 from testbed.relative_errors import numbers, relative_error
 
 RESULTS = pathlib.Path("results/planner_rules.json")
@@ -152,15 +151,6 @@ RULES = [
         for name in dict.fromkeys(one.name for target in targets() for one in target.passes)
     ),
 ]
-
-
-@contextlib.contextmanager
-def replaced(off: dict[str, Any]) -> Iterator[None]:
-    """Puts other objects in place of those at some addresses."""
-    with contextlib.ExitStack() as stack:
-        for address, instead in off.items():
-            stack.enter_context(mock.patch(f"jmp.autocasting.{address}", instead))
-        yield
 
 
 # Small programs, each made for one rule.

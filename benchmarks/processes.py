@@ -1,5 +1,6 @@
 """Talks to the workers: one process a recipe, PyTorch's among them."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -57,24 +58,15 @@ class Process:
                 text=True,
             )
 
-    def tell(self, do: str, **options: Any) -> None:
-        """Sends a command; its answer has to be fetched with `answer`."""
-        try:
+    def ask(self, do: str, **options: Any) -> dict[str, Any]:
+        """Returns the answer to a command; `{"error": sentence}` if it or the process failed."""
+        with contextlib.suppress(BrokenPipeError):  # its log says why
             print(json.dumps({"do": do, **options}), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # `answer` says what became of it
-
-    def answer(self) -> dict[str, Any]:
-        """Waits for the answer; `{"error": sentence}` if the command or the process failed."""
         line = self._process.stdout.readline()
         if line:
             return json.loads(line)
         end = self._log.read_text().strip().splitlines()[-1:]
         return {"error": f"the process ended with status {self._process.wait()}: {end}"[:300]}
-
-    def ask(self, do: str, **options: Any) -> dict[str, Any]:
-        self.tell(do, **options)
-        return self.answer()
 
     def seconds(self, do: str, **options: Any) -> float:
         """Returns the seconds that a command measured; raises RuntimeError if it failed."""

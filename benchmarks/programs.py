@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._names import named
-from benchmarks.planner_rules import replaced
 from benchmarks.processes import ROOT
 from testbed.machines import attentions, float8_steps
-from testbed.machines.gpus import Program, compile_for_h200, one_gpu
+from testbed.machines.gpus import compile_for_h200, one_gpu
 from testbed.machines.training_steps import WAYS, compile_step
 from testbed.models import MODELS
-from testbed.passes import without_pass
+from testbed.passes import replaced, without_pass
 
 MODEL_TITLES = {
     "resnet": "ResNet, batch 256, 32 x 32",
@@ -60,14 +59,13 @@ class Group:
     rows: dict[str, Callable[[], Any]]
 
 
-def figures(program: Program) -> dict[str, int]:
-    return {name: getattr(program, name) for name in ("bytes_moved", "temp_bytes", "kernels")}
+COST = ("bytes_moved", "temp_bytes", "kernels")
 
 
 def autocast_step(name: str) -> dict[str, Any]:
     """Counts a training step in float32, in float16 by hand, and in float16 by autocast."""
     (model,) = (row for row in MODELS if row.name == name)
-    return {way: figures(compile_step(model, way, {})) for way in WAYS}
+    return {way: compile_step(model, way, {}).figures(*COST) for way in WAYS}
 
 
 def attention(module: Any) -> dict[str, Any]:
@@ -78,7 +76,8 @@ def attention(module: Any) -> dict[str, Any]:
         "by hand": attentions.step(module(jnp.float16)),
         "fused": attentions.step(module(), attention="fused"),
     }
-    return {way: figures(compile_for_h200(step, params, x, padding)) for way, step in steps.items()}
+    programs = {way: compile_for_h200(step, params, x, padding) for way, step in steps.items()}
+    return {way: program.figures(*COST) for way, program in programs.items()}
 
 
 def float8_step(title: str) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def float8_step(title: str) -> dict[str, Any]:
             step = float8_steps.step(loss, policy)
             program = compile_for_h200(step, *arguments, donate_argnums=0)
             float8, others = float8_steps.products(program)
-            found[policy] = figures(program) | {"float8": float8, "products": float8 + others}
+            found[policy] = program.figures(*COST) | {"float8": float8, "products": float8 + others}
     return found
 
 
@@ -106,7 +105,7 @@ def float8_rule(rule: str) -> dict[str, Any]:
 def odd_columns(columns: int) -> dict[str, int]:
     """Counts a float16 product of so many columns."""
     rows, kernel = (jax.ShapeDtypeStruct((4096, n), jnp.float16) for n in (4096, columns))
-    return figures(compile_for_h200(jnp.matmul, rows, kernel))
+    return compile_for_h200(jnp.matmul, rows, kernel).figures(*COST)
 
 
 def gpt2_memory(run: str) -> dict[str, Any]:

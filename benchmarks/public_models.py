@@ -1,7 +1,6 @@
 """Takes published models through autocast and the adapters, for `docs/performance.md`.
 
     python -m benchmarks.public_models    # what has no result yet
-    python -m benchmarks.public_models --list
     python -m benchmarks.public_models --only bert gpt-2    # these, whether or not they have one
 
 `make public-models` installs the models' packages, runs all of it and writes the page. Each model
@@ -17,7 +16,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from concurrent import futures
 from typing import Any
 
 from benchmarks import published
@@ -25,16 +23,6 @@ from benchmarks.processes import ROOT
 
 RESULTS = ROOT / "results" / "benchmarks" / "public_models"
 LIMIT = 1800  # seconds a model
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--list", action="store_true", help="print the models and end")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="run these, again if need be")
-    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
-    return parser.parse_args()
 
 
 def path_of(name: str) -> pathlib.Path:
@@ -62,19 +50,6 @@ def measure(source: str, name: str) -> dict[str, Any]:
     return json.loads(path_of(name).read_text())
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measures the models that are asked for, or have no result."""
-    sources = published.sources()
-    names = arguments.only or [name for name in sources if not path_of(name).exists()]
-    if unknown := [name for name in names if name not in sources]:
-        raise SystemExit(f"--only got {', '.join(unknown)}; --list prints the models.")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        results = pool.map(lambda name: measure(sources[name], name), names)
-        for name, result in zip(names, results, strict=True):
-            print(line(name, result), flush=True)
-
-
 def line(name: str, result: dict[str, Any]) -> str:
     """Returns what is printed when a model is done."""
     if "error" in result:
@@ -91,12 +66,16 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    if arguments.list:
-        for source, (title, _) in published.SOURCES.items():
-            print(f"{title}: {', '.join(row.name for row in published.rows_of(source))}")
-        return
-    run(arguments)
+    """Measures the models that are asked for, or have no result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sources = published.sources()
+    missing = [name for name in sources if not path_of(name).exists()]
+    parser.add_argument("--only", nargs="+", choices=sources, default=missing, help="run these")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in parser.parse_args().only:
+        print(line(name, measure(sources[name], name)), flush=True)
     print(f"Wrote {RESULTS}. `python -m benchmarks.report` makes the page of it.")
 
 

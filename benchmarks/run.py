@@ -44,7 +44,6 @@ BASELINE = "by-hand"
 CONTROL = "by-hand again"  # the same recipe in a second process: what chance alone makes of a ratio
 TORCH = {"torch-eager": "eager", "torch-compile": "compile"}
 TOGETHER = 4  # recipes on a device beside the baseline and its control: GPT-2 takes 12 GB in each
-COUNTING = ("compiled", "wire", "programs", "targets", "families")  # without a device
 # The most telling first: time on a GPU is short.
 GPU_ROWS = (
     *WORKLOADS[:2],
@@ -101,7 +100,7 @@ def recipes_for(workload: Any, arguments: argparse.Namespace, compiled: bool) ->
     names = [row.name for row in RECIPES if row.address(workload) is not None]
     if compiled:
         names = [name for name in names if name != "tf32"]  # the same program as float32
-    elif not isinstance(workload, Update):
+    elif workload.name == "gpt2":
         names += TORCH
     return [name for name in names if name in arguments.recipes]
 
@@ -138,26 +137,27 @@ def compiled_suite(workload: Any, arguments: argparse.Namespace, tick: Any) -> d
 
 def wire_suite(case: wire.Case, arguments: argparse.Namespace, tick: Any) -> dict[str, Any]:
     """Counts what eight H200s send each other in a step, in every variant of a case."""
-    options = {"case": case.name, "rehearse": arguments.rehearse}
+    options = {"module": "wire", "case": case.name, "small": arguments.rehearse}
     names = [row.name for row in case.variants if row.name in arguments.recipes]
     # The variants are of this project alone: any recipe's worker can compile them.
     jobs = {name: (BASELINE, {**options, "variant": name}) for name in names}
-    return {"recipes": counted(jobs, tick, "wire")}
+    return {"recipes": counted(jobs, tick, "counted")}
 
 
 def programs_suite(
     group: programs.Group, arguments: argparse.Namespace, tick: Any
 ) -> dict[str, Any]:
     """Counts the programs of one table of the documentation."""
-    jobs = {row: (BASELINE, {"group": group.name, "row": row}) for row in group.rows}
-    return {"recipes": counted(jobs, tick, "program")}
+    options = {"module": "programs", "group": group.name}
+    jobs = {row: (BASELINE, {**options, "row": row}) for row in group.rows}
+    return {"recipes": counted(jobs, tick, "counted")}
 
 
 def targets_suite(
     row: Any,
     arguments: argparse.Namespace,
     tick: Any,
-    do: str = "target",
+    module: str = "targets",
     jobs_of: Callable[[Any], Any] = targets.Row.jobs,
     together: int = min(2, os.cpu_count() or 1),  # a compiler takes more than a core, and 2 GB
 ) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def targets_suite(
         python, jobs = part
         with workers([BASELINE], "cpu", python) as found:
             for job in jobs:
-                options = {"row": row.name, "rehearse": arguments.rehearse}
-                answers[job.name] = found[BASELINE].ask(do, **options, **vars(job))
+                options = {"row_name": row.name, "small": arguments.rehearse, **vars(job)}
+                answers[job.name] = found[BASELINE].ask("counted", module=module, **options)
                 tick()
 
     of_python: dict[str, list[targets.Job]] = collections.defaultdict(list)
@@ -232,9 +232,9 @@ def gpu_suite(row: Any, arguments: argparse.Namespace, tick: Any) -> dict[str, A
     """Times training steps and updates, each recipe in a process; of a part, all ways in one."""
     if not isinstance(row, gpu_parts.Part):
         return timed_suite(row, arguments, tick)
-    options = {"part": row.name, "rehearse": arguments.rehearse, "rounds": arguments.rounds}
+    options = {"part_name": row.name, "small": arguments.rehearse, "rounds": arguments.rounds}
     with workers([BASELINE]) as found:
-        answer = found[BASELINE].ask("part", **options)
+        answer = found[BASELINE].ask("counted", module="gpu_parts", **options)
     tick()
     # A process that failed is that of all ways.
     return {"recipes": {row.baseline: answer} if "error" in answer else answer}
@@ -263,7 +263,9 @@ SUITES = {
     "programs": programs_suite,
     "targets": targets_suite,
     # Compile and trace times are told: one job at a time.
-    "families": functools.partial(targets_suite, do="family", jobs_of=families.jobs, together=1),
+    "families": functools.partial(
+        targets_suite, module="families", jobs_of=families.jobs, together=1
+    ),
     "gpu": gpu_suite,
 }
 
@@ -273,7 +275,7 @@ def begun(path: pathlib.Path, arguments: argparse.Namespace, console: Console) -
     on_gpu = arguments.suite == "gpu"
     with workers(["float32"], None if on_gpu else "cpu") as found:
         process = found["float32"]
-        machine = process.ask("versions" if arguments.suite in COUNTING else "machine")
+        machine = process.ask("machine" if on_gpu else "versions")
         platform = machine.get("platform")
         if on_gpu and platform != "gpu" and not arguments.rehearse:
             raise SystemExit(

@@ -18,10 +18,9 @@ of the last 20 steps.
 
 import argparse
 import json
-import pathlib
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +37,11 @@ from benchmarks.recipes._training import update_of
 from jmp import transforms
 from testbed.machines.gpus import compile_for_h200
 
+SEEDS = 5
+# Of the language model: characters that it sees at once, and the learning rate at first.
+TEXT = {"steps": 2000, "width": 64, "length": 32, "learning_rate": 5e-3}
 LAST = 20  # steps, whose mean loss is the final one
+RESULTS = ROOT / "results" / "small_states.json"
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 
 Optimizer = optax.GradientTransformation
@@ -150,14 +153,12 @@ def summary(curves: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
     }
 
 
-def text_task(arguments: argparse.Namespace) -> Task:
+def text_task() -> Task:
     char_lm = figures.example("char_lm")
     text, vocabulary = char_lm.load_text()
-    options = types.SimpleNamespace(
-        steps=arguments.text_steps, batch_size=16, length=arguments.length
-    )
-    model = char_lm.CharLM(vocabulary, arguments.width)
-    data = [char_lm.batches(text, options, seed) for seed in range(arguments.seeds)]
+    options = types.SimpleNamespace(steps=TEXT["steps"], batch_size=16, length=TEXT["length"])
+    model = char_lm.CharLM(vocabulary, TEXT["width"])
+    data = [char_lm.batches(text, options, seed) for seed in range(SEEDS)]
     params = [char_lm.first_params(model, batches, seed) for seed, batches in enumerate(data)]
 
     def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
@@ -170,10 +171,10 @@ def stacked(trees: Any) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def text(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def text(console: Console) -> dict[str, Any]:
     """A language model by Adam in each way that has bfloat16 parameters."""
-    task, peak = text_task(arguments), arguments.learning_rate
-    schedule = optax.cosine_decay_schedule(peak, arguments.text_steps, alpha=0.01)
+    task = text_task()
+    schedule = optax.cosine_decay_schedule(TEXT["learning_rate"], TEXT["steps"], alpha=0.01)
     rows = {}
     reference = train(STRATEGIES["float32"], optax.adam(schedule), task)
     for way in STRATEGIES:
@@ -182,9 +183,7 @@ def text(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         curves = reference if is_reference else train(STRATEGIES[way], optax.adam(schedule), task)
         rows[way] = summary(curves, reference)
         console.print(line(way, rows[way], time.perf_counter() - started))
-    options = {"steps": arguments.text_steps, "parameters": size_of(task)}
-    options |= {name: getattr(arguments, name) for name in ("width", "length", "learning_rate")}
-    return options | {"ways": rows}
+    return TEXT | {"parameters": size_of(task), "ways": rows}
 
 
 def line(name: str, row: dict[str, Any], seconds: float) -> str:
@@ -207,7 +206,7 @@ def size_of(task: Task) -> int:
     return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(task.params))
 
 
-def moments(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def moments(console: Console) -> dict[str, Any]:
     """How much too small Adam's step becomes where the second moment does not fall."""
     shape, large, small, steps = (64, 64), 1.0, 0.05, 1500
     gradients = jnp.asarray([large] + [small] * steps)
@@ -236,7 +235,7 @@ def moments(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"large": large, "small": small, "steps": steps, "ways": rows}
 
 
-def bytes_of(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def bytes_of(console: Console) -> dict[str, Any]:
     """Bytes a parameter: held with Adam's state, and moved by an update on an H200."""
     count = sum(int(np.prod(shape)) for shape in SHAPES)
     rows = {}
@@ -262,33 +261,20 @@ def nbytes(tree: Any) -> int:
 PARTS = {"text": text, "moments": moments, "bytes": bytes_of}
 
 
-def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.small_states",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--output", type=pathlib.Path, default=ROOT / "results" / "small_states.json")
-    add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="default: all three")
-    add("--seeds", type=int, default=5)
-    add("--text-steps", type=int, default=2000)
-    add("--width", type=int, default=64, help="of the language model")
-    add("--length", type=int, default=32, help="characters that it sees at once")
-    add("--learning-rate", type=float, default=5e-3, help="of the language model, at first")
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    arguments, console = parse_arguments(given), Console(width=120)
-    output = arguments.output
-    results = json.loads(output.read_text()) if output.exists() else {}
-    for name in arguments.only:
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="else all")
+    console = Console(width=120)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in parser.parse_args().only:
         started = time.perf_counter()
-        found = {"seeds": arguments.seeds} | PARTS[name](arguments, console)
-        results[name] = found | facts(started, VERSIONS)
-        write(output, finite_or_none(results))
-    console.print(f"Wrote {output}.")
+        results[name] = {"seeds": SEEDS} | PARTS[name](console) | facts(started, VERSIONS)
+        write(RESULTS, finite_or_none(results))
+    console.print(f"Wrote {RESULTS}.")
 
 
 if __name__ == "__main__":

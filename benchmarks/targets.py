@@ -277,9 +277,9 @@ def find(name: str) -> Row:
     return named("row", name, (*ROWS, *GATED_ROWS))
 
 
-def counted(name: str, job: Job, small: bool) -> dict[str, Any]:
+def counted(row_name: str, small: bool, **of_job: Any) -> dict[str, Any]:
     """Returns what the results say of one program."""
-    row = find(name)
+    row, job = find(row_name), Job(**of_job)
     jax.clear_caches()  # of the programs before in this process
     program = row.program(job, small)
     found = {

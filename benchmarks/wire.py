@@ -428,14 +428,11 @@ def compile_step(case: Case, variant: str, small: bool = False) -> Program:
         return compile_for_placed(step.function, *step.arguments, **step.options)
 
 
-def counted(program: Program) -> dict[str, Any]:
-    """Returns what the report says of a program: bytes by kind and dtype, and its figures."""
-    return {
-        "received": received_of(program.text),
-        "bytes_moved": program.bytes_moved,
-        "kernels": program.kernels,
-        "temp_bytes": program.temp_bytes,
-    }
+def counted(case: str, variant: str, small: bool) -> dict[str, Any]:
+    """Returns what the report says of a step: bytes by kind and dtype, and its figures."""
+    program = compile_step(find(case), variant, small)
+    figures = program.figures("bytes_moved", "kernels", "temp_bytes")
+    return {"received": received_of(program.text)} | figures
 
 
 def received_of(text: str) -> dict[str, int]:

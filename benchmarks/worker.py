@@ -8,6 +8,7 @@ read for a whole process, and no recipe profits from what another one has compil
 """
 
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import math
@@ -37,69 +38,33 @@ class Worker:
 
         training, *arguments = self._training(workload, rehearse)
         program = compile_for_h200(training.step, *arguments, donate_argnums=0)
-        return {
-            "bytes_moved": program.bytes_moved,
-            "kernels": program.kernels,
-            "copies": program.copies,
-            "conditionals": program.conditionals,
-            "temp_bytes": program.temp_bytes,
-        }
+        return program.figures("bytes_moved", "kernels", "copies", "temp_bytes")
 
-    def wire(self, case: str, variant: str, rehearse: bool) -> dict[str, Any]:
-        """Counts what eight H200s send each other in a step, without a device."""
-        from benchmarks import wire
-
-        return wire.counted(wire.compile_step(wire.find(case), variant, small=rehearse))
-
-    def program(self, group: str, row: str) -> dict[str, Any]:
-        """Counts one row of a table of programs for an H200, without a device."""
-        from benchmarks import programs
-
-        return programs.counted(group, row)
+    def counted(self, module: str, **options: Any) -> dict[str, Any]:
+        """Returns what a module of this folder says of one row of its list."""
+        with jax.numpy_rank_promotion("allow"):  # programs broadcast as users' models do
+            return importlib.import_module(f"benchmarks.{module}").counted(**options)
 
     def target(self, row: str, rehearse: bool, **job: Any) -> dict[str, Any]:
         """Counts a program for one of several GPUs and TPUs, without a device."""
-        from benchmarks import targets
-
-        return targets.counted(row, targets.Job(**job), small=rehearse)
-
-    def family(self, row: str, rehearse: bool, **job: Any) -> dict[str, Any]:
-        """Counts a model that no rule was tuned on, by hand and under autocast."""
-        from benchmarks import families
-        from benchmarks.targets import Job
-
-        with jax.numpy_rank_promotion("allow"):  # they broadcast as users' models do
-            return families.counted(row, Job(**job), small=rehearse)
+        return self.counted("targets", row_name=row, small=rehearse, **job)
 
     def prepare(self, workload: str, rehearse: bool) -> dict[str, Any]:
         """Traces and compiles the step for this machine's device and takes the first steps."""
         training, *arguments = self._training(workload, rehearse)
-        started = time.perf_counter()
-        traced = jax.jit(training.step, donate_argnums=0).trace(*arguments)
-        traced_at = time.perf_counter()
-        compiled = traced.lower().compile()
-        compiled_at = time.perf_counter()
+        compiled = jax.jit(training.step, donate_argnums=0).lower(*arguments).compile()
         self._step = compiled
         self._state = jax.jit(training.init)(jax.random.key(0))
         self._batch = jax.jit(workloads.find(workload, rehearse).batch)(jax.random.key(1))
         self.time(2)
         memory = compiled.memory_analysis()
         return {
-            "trace_seconds": traced_at - started,
-            "compile_seconds": compiled_at - traced_at,
             "step_seconds": self.time(3)["seconds"] / 3,
             "compiler_bytes": memory.temp_size_in_bytes
             + memory.argument_size_in_bytes
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes,
         }
-
-    def part(self, part: str, rehearse: bool, rounds: int) -> dict[str, Any]:
-        """Times the ways of a part on this machine's device, and compares their results."""
-        from benchmarks import gpu_parts
-
-        with jax.numpy_rank_promotion("allow"):
-            return gpu_parts.measured(part, rehearse, rounds)
 
     def time(self, steps: int) -> dict[str, Any]:
         """Takes some steps and returns their seconds, waiting for the device once at the end."""

@@ -16,6 +16,7 @@ CATEGORIES = {
     Category.FOLLOW: "Follow: in the dtype of the operands",
     Category.AS_WRITTEN: "As written: in the dtypes it was traced with",
 }
+TRAITS = ("fusible", "expensive", "sums_backward")
 
 
 def page():
@@ -28,12 +29,7 @@ def page():
         rows = {}
         for name, rule in all_rules().items():
             if rule.category is category and rule.owner.startswith("jmp."):
-                flags = [
-                    f
-                    for f in ("fusible", "expensive", "sums_backward")
-                    if getattr(rule, f)
-                ]
-                flags = [flag.replace("_", " ") for flag in flags]
+                flags = [t.replace("_", " ") for t in TRAITS if getattr(rule, t)]
                 rows.setdefault((rule.reason, ", ".join(flags)), []).append(f"`{name}`")
         parts += [
             f"| {' '.join(names)} | {why} | {flags} |"

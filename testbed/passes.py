@@ -1,7 +1,8 @@
-"""Autocast with other passes: what is planned in these contexts is planned without some."""
+"""Autocast with other passes, or other parts: contexts in which programs are planned with them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 from jmp.autocasting import _passes
@@ -33,3 +34,12 @@ def without_pass(name: str) -> contextlib.AbstractContextManager[None]:
 def with_first(first: Pass) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which every target has one pass more, before its own."""
     return changed_targets(lambda target: target._replace(passes=(first, *target.passes)))
+
+
+@contextlib.contextmanager
+def replaced(instead: dict[str, Any]) -> Iterator[None]:
+    """Puts other objects in place of those at some addresses in `jmp.autocasting`."""
+    with contextlib.ExitStack() as stack:
+        for address, value in instead.items():
+            stack.enter_context(mock.patch(f"jmp.autocasting.{address}", value))
+        yield

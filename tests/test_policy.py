@@ -72,20 +72,6 @@ def test_every_name_that_an_error_advises_is_accepted():
         jmp.get_policy(name)
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [
-        ("c=f16,o=f32,compute=f16", "compute_dtype"),
-        ("r=f32,reduce=f32", "reduce_dtype"),
-        ("mixed_float8,m=f8", "product_dtype"),
-        ("f16,o=f32", "output_dtype"),
-    ],
-)
-def test_a_field_given_twice_is_refused(text, field):
-    with pytest.raises(ValueError, match=f"gives {field} twice; give each .* at most once"):
-        jmp.get_policy(text)
-
-
 FIELDS = {"r": "reduce_dtype", "m": "product_dtype", "y": "result_dtype"}
 
 
@@ -121,13 +107,6 @@ def test_a_dtype_of_one_kind_of_numbers_stands_beside_the_triple(text, whole, na
         assert copied == policy and hash(copied) == hash(policy)
         assert getattr(copied, field) is dtype
     assert getattr(policy.with_output_dtype("bf16"), field) is dtype
-
-
-def test_dtypes_that_cannot_stand_beside_the_triple_are_refused():
-    """Those of float8, which is one kind of numbers only; docs/mistakes.md has the others."""
-    for field in ("reduce_dtype", "product_dtype", "result_dtype"):
-        with pytest.raises(ValueError, match=f"{field} got float8_e5m2.*expected"):
-            jmp.Policy("f32", "bf16", "f32", **{field: "f8_e5m2"})
 
 
 def test_a_policy_pickled_before_reductions_had_a_dtype_leaves_them_to_xla():

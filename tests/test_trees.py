@@ -251,22 +251,6 @@ def test_a_foreign_byte_order_is_selected_like_any_other(dtype):
         np.testing.assert_array_equal(selected, [2, 4])
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        (jnp.ones(2), jnp.ones((1, 2))),
-        (jnp.ones(2), np.ones(2, np.int32)),
-        (jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float16)),
-        (jax.random.key(0), jax.random.key(0, impl="rbg")),
-        (jax.random.key(0), jax.random.PRNGKey(0)),
-    ],
-    ids=lambda leaf: f"{leaf.dtype}{leaf.shape}",
-)
-def test_leaves_that_differ_in_shape_or_dtype_are_refused_by_name(left, right):
-    with pytest.raises(ValueError, match=r"differ at \['layer'\]\[1\]: .*Cast them to one dtype"):
-        jmp.select_tree(True, {"layer": [0, left]}, {"layer": [0, right]})
-
-
 def test_a_selection_compiles_to_selects_and_no_branches():
     jaxpr = str(jax.make_jaxpr(jmp.select_tree)(True, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}))
     assert "select_n" in jaxpr

@@ -92,9 +92,9 @@ def step_of(
     return jax.value_and_grad(lambda params, *inputs: SCALE * loss(params, *inputs))
 
 
-def counted(name: str, job: Job, small: bool) -> dict[str, Any]:
+def counted(row_name: str, small: bool, **of_job: Any) -> dict[str, Any]:
     """Returns what the results say of one job: of the step by hand, and of that of autocast."""
-    family = find(name)
+    family, job = find(row_name), Job(**of_job)
     if job.way == ERRORS:
         return errors(family, job.half, SEEDS)
     layers = int(job.way.split()[0])

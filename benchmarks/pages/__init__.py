@@ -62,5 +62,4 @@ def value(name: str) -> str:
 def write() -> None:
     """Writes the figures of all pages anew."""
     for page in PAGES:
-        text = page.read_text()
-        page.write_text(rewritten(text))
+        page.write_text(rewritten(page.read_text()))

@@ -7,16 +7,14 @@ import numpy as np
 from benchmarks import programs
 from benchmarks._drawing import FONT, narrow
 from benchmarks._tables import table
-from benchmarks.pages.registry import digits, figure, percent, size
+from benchmarks.pages.registry import digits, figure, numbers, percent, size
 from benchmarks.pages.wire import MIB
 
 # Programs for an H200.
 
-COST = ("bytes_moved", "temp_bytes", "kernels")
-
 
 def _over(program: Any, base: Any, digits: int = 3) -> list[str]:
-    return [f"{program[name] / base[name]:.{digits}f}" for name in COST]
+    return [f"{program[name] / base[name]:.{digits}f}" for name in programs.COST]
 
 
 @figure("programs/autocast-table")
@@ -187,9 +185,7 @@ def plot_times(found: Any) -> Any:
     return drawing
 
 
-for _name in ("gpt2", "vit-b16"):
-    figure(f"gpu/{_name}-fused")(
-        lambda found, name=_name: (
-            f"{found['workloads'][name]['recipes']['autocast-fused']['ratio']:.2f}"
-        )
-    )
+numbers({
+    "gpu/gpt2-fused": "{[workloads][gpt2][recipes][autocast-fused][ratio]:.2f}",
+    "gpu/vit-b16-fused": "{[workloads][vit-b16][recipes][autocast-fused][ratio]:.2f}",
+})  # fmt: skip

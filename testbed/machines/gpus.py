@@ -68,6 +68,10 @@ class Program:
     temp_bytes: int
     compile_seconds: float = dataclasses.field(default=0, compare=False)
 
+    def figures(self, *names: str) -> dict[str, int]:
+        """Returns some attributes by their names."""
+        return {name: getattr(self, name) for name in names}
+
 
 def compile_for_gpu(
     target: str,

@@ -336,31 +336,6 @@ def test_rules_and_names_may_come_from_iterators():
     assert program(iter) == program(list)
 
 
-NO_FLOAT8 = "float8_e4m3fn: float8 is not supported there yet"
-
-
-@pytest.mark.parametrize(
-    ("policy", "rules", "error", "words"),
-    [
-        (F16, [("head", "mixed_bfloat16")], ValueError, "in float16.*'head' asks for bfloat16"),
-        (F16, [("head", "float64")], ValueError, "computes in float16.*'head' asks for float64"),
-        (F16, [("head", "float17")], ValueError, "Unknown dtype 'float17'"),
-        ("float32", [("head", "float17")], ValueError, "Unknown dtype 'float17'"),
-        (F16, ["head"], TypeError, "expected a pair"),
-        (F16, [(3, F16)], TypeError, "rule's target got 3"),
-        (F16, [("head", "f8_e4m3fn")], ValueError, f"{NO_FLOAT8}. Expected .* 'mixed_bfloat16'"),
-    ],
-)
-def test_mistakes_are_named(policy, rules, error, words):
-    with pytest.raises(error, match=words):
-        jmp.autocast(loss, policy, rules=rules)
-
-
-def test_a_keyword_that_the_function_has_not_is_named():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
-        jmp.autocast(lambda x: x, F16, apply_to=["x"])(X, wrong=1)
-
-
 def generator(x):
     yield x @ W
 

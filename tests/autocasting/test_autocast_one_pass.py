@@ -3,9 +3,7 @@
 The pass that only GPUs take runs here on the CPU, and short rows count as long.
 """
 
-import contextlib
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import jmp
 from jmp.autocasting.targets import _cross_entropy
+from testbed.passes import replaced
 from tests.autocasting.plans import listing, plan_of
 from tests.commands import in_full
 from tests.errors import assert_close, relative_error
@@ -26,24 +25,16 @@ ROWS, WIDTH, CLASSES, LONG = 8, 4, 65, 64
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def replaced(**instead):
-    """Puts values in place of those at addresses in the planner, with `__` for each dot."""
-    stack = contextlib.ExitStack()
-    for address, value in instead.items():
-        address = "jmp.autocasting." + address.replace("__", ".")
-        stack.enter_context(mock.patch(address, value))
-    return stack
-
-
 @pytest.fixture(autouse=True)
 def small():
     """Small islands are recomputed, and rows of 65 numbers are long."""
-    sizes = {
-        "_islands__SMALL": 256,
-        "targets___cross_entropy__LARGE": 256,
-        "targets___cross_entropy__LONG": LONG,
+    instead = {
+        "_islands.SMALL": 256,
+        "targets._cross_entropy.LARGE": 256,
+        "targets._cross_entropy.LONG": LONG,
+        "targets._cross_entropy.GPUS": ("cpu",),
     }
-    with replaced(**sizes, targets___cross_entropy__GPUS=("cpu",)):
+    with replaced(instead):
         yield
 
 

@@ -1,7 +1,6 @@
 """Passes: each acts where it should, and changes no other numbers than it claims."""
 
 import ast
-import contextlib
 import pathlib
 from unittest import mock
 
@@ -16,7 +15,7 @@ from jmp.autocasting.targets.gpu import GPU
 from jmp.autocasting.targets.tpu import TPU
 from jmp.diagnostics import precision_report
 from testbed.machines.gpus import as_if_cudnn
-from testbed.passes import targets, without_pass
+from testbed.passes import replaced, targets, without_pass
 from testbed.small_products import small_is_float8
 from tests.errors import assert_near
 
@@ -145,11 +144,7 @@ PROGRAMS = {
 @pytest.fixture(autouse=True)
 def small():
     """What is small counts as large."""
-    with contextlib.ExitStack() as stack:
-        for address, value in SMALL.items():
-            stack.enter_context(mock.patch(f"jmp.autocasting.{address}", value))
-        stack.enter_context(small_is_float8())
-        stack.enter_context(as_if_cudnn())
+    with replaced(SMALL), small_is_float8(), as_if_cudnn():
         yield
 
 

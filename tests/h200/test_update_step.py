@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jmp
+from benchmarks.recipes._training import update_of
 from jmp import transforms
 from tests.commands import in_full
 from tests.products import convolved
@@ -23,12 +24,7 @@ def compiled_update(h200, tx, param_dtype, shapes=SHAPES, half=jnp.float16):
     params = [jax.ShapeDtypeStruct(shape, param_dtype) for shape in shapes]
     gradients = [jax.ShapeDtypeStruct(shape, half) for shape in shapes]
     opt_state = jax.eval_shape(tx.init, params)
-
-    def update(params, opt_state, gradients):
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return h200(update, params, opt_state, gradients, donate_argnums=(0, 1))
+    return h200(update_of(tx), params, opt_state, gradients, donate_argnums=(0, 1))
 
 
 ADAM, SCALE = optax.adam(1e-3), jmp.torch_loss_scale()
@@ -117,8 +113,7 @@ def test_masters_of_convolutions_are_updated_in_one_kernel_each(h200):
         return (images.astype(jnp.float32) ** 2).mean()
 
     def step(kernels, opt_state, images):
-        updates, opt_state = tx.update(jax.grad(loss)(kernels, images), opt_state, kernels)
-        return optax.apply_updates(kernels, updates), opt_state
+        return update_of(tx)(kernels, opt_state, jax.grad(loss)(kernels, images))
 
     opt_state = jax.eval_shape(tx.init, kernels)
     program = h200(step, kernels, opt_state, images, donate_argnums=(0, 1))
@@ -142,8 +137,7 @@ def test_a_window_of_eight_micro_batches_adds_ten_bytes_a_parameter_for_each(h20
 
     def window(params, opt_state, batch):
         accumulated = jmp.accumulated_value_and_grad(loss, opt_state.loss_scale, steps)
-        updates, opt_state = tx.update(accumulated(params, batch)[1], opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return update_of(tx)(params, opt_state, accumulated(params, batch)[1])
 
     whole = h200(window, params, opt_state, batch, donate_argnums=(0, 1))
     in_window = whole.bytes_moved / sum(p.size for p in params)

@@ -16,11 +16,12 @@ from benchmarks.pages import measured as measured_page
 from benchmarks.pages import wire as wire_page
 from benchmarks.pages.registry import FIGURES, read
 from benchmarks.pairing import paired
-from benchmarks.planner_rules import RULES, replaced
+from benchmarks.planner_rules import RULES
 from benchmarks.processes import ROOT
 from benchmarks.recipes import RECIPES
 from benchmarks.workloads import rehearsal
 from testbed.machines.gpus import as_if_cudnn
+from testbed.passes import replaced
 
 # One of each kind: the others differ only in sizes.
 KINDS = ("gpt2", "resnet50-cifar-128", "update-60")

@@ -1,8 +1,6 @@
 """The tool that compares what autocast makes of random programs between two states of jmp."""
 
 import functools
-import gzip
-import json
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +41,6 @@ def test_the_same_programs_are_equal_and_another_decision_is_found(
     assert first.read_bytes() == again.read_bytes()
     is_equal, told = compared(first, again)
     assert is_equal and told.endswith(f"all: {len(QUICK)} of {len(QUICK)} programs are equal")
-    rows = gzip.decompress(first.read_bytes()).splitlines(keepends=True)
-    assert json.loads(rows[-1])["count"] == COUNT
-    again.write_bytes(gzip.compress(b"".join(rows[1:])))
-    is_equal, told = compared(first, again)
-    assert not is_equal and "is in the first file alone" in told
-
     autocast = jmp.autocast
     otherwise = lambda *args, **options: autocast(*args, **options | {"full": ["dot_general"]})
     monkeypatch.setattr(jmp, "autocast", otherwise)

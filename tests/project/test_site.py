@@ -7,7 +7,6 @@ JMP_REQUIRE_BROWSER=1 makes that an error.
 import functools
 import http.server
 import importlib
-import inspect
 import re
 import shutil
 import threading
@@ -30,14 +29,7 @@ WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 
 
 def public_names(name):
-    module = importlib.import_module(name)
-    own = [
-        key
-        for key, value in vars(module).items()
-        if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == name
-        if not key.startswith("_")
-    ]
-    return {f"{name}.{key}" for key in getattr(module, "__all__", own)}
+    return {f"{name}.{key}" for key in importlib.import_module(name).__all__}
 
 
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():
