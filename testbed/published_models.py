@@ -11,8 +11,11 @@ applies a linen module or the nnx module, and gives it back in mixed precision.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -37,8 +40,8 @@ class Draws:
     def __init__(self, seed):
         self.generator = np.random.default_rng(seed)
 
-    def tokens(self):
-        return self.generator.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
+    def integers(self, below, shape=(BATCH, LENGTH)):
+        return self.generator.integers(0, below, shape, np.int32)
 
     def normal(self, shape, scale=1.0):
         return jnp.asarray(scale * self.generator.standard_normal(shape, np.float32))
@@ -62,6 +65,149 @@ def shapes(module, *inputs):
 def parameters(module, draws, *inputs):
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     return draws.like(shapes(module, *inputs)["params"])
+
+
+# T5: dense layers of the model's own, which contract several axes and cast a float32 kernel.
+
+
+class DenseGeneral(nn.Module):
+    features: tuple[int, ...]
+    axes: int = 1
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        contracted = x.shape[x.ndim - self.axes :]
+        flat = (math.prod(contracted), math.prod(self.features))
+        kernel = self.param("kernel", nn.initializers.normal(), flat, jnp.float32)
+        kernel = jnp.asarray(kernel, self.dtype).reshape(*contracted, *self.features)
+        x = jnp.asarray(x, self.dtype)
+        dimensions = (tuple(range(x.ndim - self.axes, x.ndim)), tuple(range(self.axes)))
+        return jax.lax.dot_general(x, kernel, (dimensions, ((), ())))
+
+
+class T5Norm(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.asarray(x, jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jax.lax.square(x), -1, keepdims=True) + 1e-6)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        return jnp.asarray(x, self.dtype) * jnp.asarray(scale, self.dtype)
+
+
+class RelativeBias(nn.Module):
+    """One number a head for each bucket of distances; looked up by a product with a one-hot."""
+
+    both_ways: bool
+    buckets: int = 8
+    farthest: int = 16
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, queries, keys):
+        distance = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
+        count, offset = self.buckets, jnp.zeros_like(distance)
+        if self.both_ways:
+            count //= 2
+            offset = jnp.where(distance > 0, count, 0)
+            distance = jnp.abs(distance)
+        else:
+            distance = jnp.maximum(-distance, 0)
+        near = count // 2
+        # Logarithmic bins: half precision would put some distances into another bin.
+        far = jnp.log(distance.astype(jnp.float32) / near + 1e-6) / math.log(self.farthest / near)
+        far = jnp.minimum(near + (far * (count - near)).astype(jnp.int32), count - 1)
+        bucket = offset + jnp.where(distance < near, distance, far)
+        table = self.param("table", nn.initializers.normal(), (HEADS, self.buckets))
+        one_hot = jnp.asarray(jnp.arange(self.buckets)[:, None, None] == bucket, self.dtype)
+        bias = jax.lax.dot_general(
+            jnp.asarray(table, self.dtype), one_hot, (((1,), (0,)), ((), ()))
+        )
+        return bias[None]
+
+
+class T5Attention(nn.Module):
+    dtype: Any = jnp.float32
+    float32_logits: bool = False
+
+    @nn.compact
+    def __call__(self, x, context, mask, bias=None):
+        project = functools.partial(DenseGeneral, (HEADS, SIZE), dtype=self.dtype)
+        query = project(name="query")(x) / math.sqrt(SIZE)
+        key, value = project(name="key")(context), project(name="value")(context)
+        if self.float32_logits:
+            query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+        forbidden = jax.lax.select(
+            mask, jnp.zeros(mask.shape, self.dtype), jnp.full(mask.shape, -1e10).astype(self.dtype)
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+        scores = scores + (forbidden if bias is None else forbidden + bias)
+        weights = jax.nn.softmax(scores).astype(self.dtype)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        return DenseGeneral((WIDTH,), axes=2, dtype=self.dtype, name="out")(y)
+
+
+class T5MLP(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        project = functools.partial(DenseGeneral, (HIDDEN,), dtype=self.dtype)
+        x = nn.gelu(project(name="gate")(x)) * project(name="up")(x)
+        return DenseGeneral((WIDTH,), dtype=self.dtype, name="down")(x)
+
+
+class T5Module(nn.Module):
+    """A layer of the encoder, one of the decoder with its cross attention."""
+
+    dtype: Any = jnp.float32
+    float32_logits: bool = False
+
+    @nn.compact
+    def __call__(self, inputs, targets):
+        norm = functools.partial(T5Norm, dtype=self.dtype)
+        attention = functools.partial(T5Attention, self.dtype, self.float32_logits)
+        table = self.param("embedding", nn.initializers.normal(), (VOCABULARY, WIDTH))
+        table = jnp.asarray(table, self.dtype)
+        length = targets.shape[1]
+        padding = (inputs > 0)[:, None, None, :]
+        everywhere = jnp.broadcast_to(padding, (len(inputs), HEADS, length, inputs.shape[1]))
+        causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), everywhere.shape)
+
+        x = table[inputs]
+        bias = RelativeBias(True, dtype=self.dtype, name="encoder_bias")(length, length)
+        y = norm(name="encoder_norm1")(x)
+        x = x + attention(name="encoder_attention")(y, y, everywhere, bias)
+        x = x + T5MLP(self.dtype, name="encoder_mlp")(norm(name="encoder_norm2")(x))
+        encoded = norm(name="encoder_norm")(x)
+
+        x = table[jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]]
+        bias = RelativeBias(False, dtype=self.dtype, name="decoder_bias")(length, length)
+        y = norm(name="decoder_norm1")(x)
+        x = x + attention(name="decoder_attention")(y, y, causal, bias)
+        y = norm(name="decoder_norm2")(x)
+        x = x + attention(name="cross_attention")(y, encoded, everywhere)
+        x = x + T5MLP(self.dtype, name="decoder_mlp")(norm(name="decoder_norm3")(x))
+        x = norm(name="decoder_norm")(x)
+        # The published model asks for float32 here; in a float32 model that says nothing.
+        head = jnp.float32 if self.float32_logits else self.dtype
+        return DenseGeneral((VOCABULARY,), dtype=head, name="logits")(x)
+
+
+def t5(dtype=jnp.float32, seed=0, wrap=as_it_is):
+    draws = Draws(seed)
+    inputs, targets = draws.integers(VOCABULARY), draws.integers(VOCABULARY)
+    inputs[:, 0], inputs[1, -4:] = 1, 0  # the second row is padded
+    module = T5Module(dtype, float32_logits=True)
+    params = parameters(module, draws, inputs, targets)
+    apply = wrap(module.apply)
+
+    def loss(params, inputs, targets):
+        return cross_entropy(apply({"params": params}, inputs, targets), targets)
+
+    return loss, params, (inputs, targets)
 
 
 # Gemma in nnx: an Einsum of the model's own, rotary positions, capped logits, a tied embedder.
@@ -138,7 +284,7 @@ class Gemma(nnx.Module):
 def gemma(dtype=jnp.float32, seed=0, wrap=as_it_is):
     draws = Draws(seed)
     graph, params = nnx.split(wrap(Gemma(dtype)))
-    ids = draws.tokens()
+    ids = draws.integers(VOCABULARY)
 
     def loss(params, ids, labels):
         return cross_entropy(nnx.merge(graph, params)(ids), labels)
@@ -160,7 +306,11 @@ class PretrainedGPT2:
     def __init__(self, module, params):
         self.module, self.params = module, params
 
-    def __call__(self, input_ids, attention_mask, position_ids, params=None):
+    def __call__(self, input_ids, attention_mask=None, position_ids=None, params=None):
+        if attention_mask is None:
+            attention_mask = jnp.ones_like(input_ids)
+        if position_ids is None:
+            position_ids = jnp.broadcast_to(jnp.arange(input_ids.shape[1])[None], input_ids.shape)
         params = self.params if params is None else params
         logits = self.module.apply({"params": params}, input_ids, attention_mask, position_ids)
         return CausalOutput(logits)
@@ -169,7 +319,7 @@ class PretrainedGPT2:
 def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
     """`through` the object's call, or through `module.apply`."""
     draws = Draws(seed)
-    ids = draws.tokens()
+    ids = draws.integers(VOCABULARY)
     # One row is padded on the left, where no key is left to attend to, one on the right.
     mask = np.ones_like(ids)
     mask[0, :3] = mask[1, -3:] = 0
@@ -190,6 +340,71 @@ def gpt2(dtype=jnp.float32, seed=0, wrap=as_it_is, through="call"):
     return loss, params, (ids, mask, positions)
 
 
+# BERT: a mask of zeros and ones among the arguments, an epsilon below float16's range, two losses.
+
+
+class BertLayer(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, bias):
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        norm = functools.partial(nn.LayerNorm, epsilon=1e-12, dtype=self.dtype)
+
+        def heads(name):
+            return dense(WIDTH, name=name)(x).reshape(*x.shape[:2], HEADS, SIZE)
+
+        scores = jnp.einsum("bqhd,bkhd->bhqk", heads("query"), heads("key")) / math.sqrt(SIZE)
+        weights = jax.nn.softmax(scores + bias, -1)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, heads("value")).reshape(x.shape)
+        x = norm(name="attention_norm")(x + dense(WIDTH, name="attention_output")(y))
+        y = nn.gelu(dense(HIDDEN, name="intermediate")(x), approximate=False)
+        return norm(name="output_norm")(x + dense(WIDTH, name="output")(y))
+
+
+class BertModule(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, input_ids, attention_mask, token_type_ids):
+        embed = functools.partial(nn.Embed, dtype=self.dtype)
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        words = embed(VOCABULARY, WIDTH, name="word_embeddings")
+        positions = jnp.arange(input_ids.shape[1])[None]
+        x = words(input_ids) + embed(LENGTH, WIDTH, name="position_embeddings")(positions)
+        x = x + embed(2, WIDTH, name="token_type_embeddings")(token_type_ids)
+        x = nn.LayerNorm(epsilon=1e-12, dtype=self.dtype, name="embeddings_norm")(x)
+        bias = (1.0 - attention_mask[:, None, None, :].astype(jnp.float32)) * -1e9
+        for _ in range(2):
+            x = BertLayer(self.dtype)(x, bias.astype(self.dtype))
+        pooled = jnp.tanh(dense(WIDTH, name="pooler")(x[:, 0]))
+        y = nn.gelu(dense(WIDTH, name="transform")(x), approximate=False)
+        y = nn.LayerNorm(epsilon=1e-12, dtype=self.dtype, name="transform_norm")(y)
+        y = words.attend(y)
+        y = y + jnp.asarray(self.param("bias", nn.initializers.zeros, (VOCABULARY,)), self.dtype)
+        return y, dense(2, name="seq_relationship")(pooled)
+
+
+def bert(dtype=jnp.float32, seed=0, wrap=as_it_is):
+    draws = Draws(seed)
+    labels, is_next = draws.integers(VOCABULARY), draws.integers(2, (BATCH,))
+    attention_mask = np.ones_like(labels)
+    attention_mask[1, -5:] = 0
+    masked = (draws.integers(4) == 0) & (attention_mask > 0)
+    masked[:, 0] = True
+    types = np.broadcast_to(np.arange(LENGTH) >= LENGTH // 2, labels.shape).astype(np.int32)
+    inputs = (np.where(masked, 1, labels), attention_mask, types)
+    module = BertModule(dtype)
+    params = parameters(module, draws, *inputs)
+    apply = wrap(module.apply)
+
+    def loss(params, inputs, labels, weights, is_next):
+        words, relation = apply({"params": params}, *inputs)
+        return cross_entropy(words, labels, weights) + cross_entropy(relation, is_next)
+
+    return loss, params, (inputs, labels, masked.astype(np.float32), is_next)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pattern:
     """A row of the list: how to make it, and what adapts it."""
@@ -200,6 +415,8 @@ class Pattern:
 
 
 PATTERNS = [
+    Pattern("t5", t5),
     Pattern("gemma", gemma, adapter="nnx"),
     Pattern("gpt2", gpt2),
+    Pattern("bert", bert),
 ]
