@@ -6,7 +6,7 @@ The text of each stands where it is raised. Here, in this order:
   - values in a few words: `described`, and what it does for names, arrays and trees. A user's value
     may be a whole optimizer state or ten megabytes of text: a message says what it is, never all
     that is in it;
-  - names that are near: `did_you_mean`;
+  - names in another spelling: `did_you_mean`;
   - models of frameworks: which one (`framework_of`), and which call takes it (`way_out`,
     `way_to_parameters`). They are recognised by the names of their classes: whoever has a model has
     imported its framework, so that nothing is imported here;
@@ -14,7 +14,6 @@ The text of each stands where it is raised. Here, in this order:
   - the warning about DeepMind's files among ours: `warn_of_mixed_files`.
 """
 
-import difflib
 import functools
 import inspect
 import itertools
@@ -274,52 +273,17 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
-# Names in other libraries, as `_spelt_out` writes them, in the order in which hints name them.
-_ALIASES = {
-    "mixed_float16": "float16 mixed mixedhalf mixedprecision amp auto",
-    "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4",
-    "mixed_float8": "float8",
-    "float16": "float16",
-    "bfloat16": "bfloat16 brainfloat16",
-    "f8_e4m3fn": "float8",
-    "float32": "mixedfloat32 float tf32 single no none",
-    "float64": "double",
-    "params": "param paramdtype",
-    "compute": "computation computedtype",
-    "output": "out outputdtype",
-}
-
-
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the known names that are nearest; "" if no name is near.
+    """Returns " Did you mean ...?" with the known names that a text spells in another way; else "".
 
-    >>> did_you_mean("fp16", ["float16", "bfloat16"])
-    " Did you mean 'float16'?"
+    >>> did_you_mean("fp16", ["mixed_float16", "float16", "bfloat16"])
+    " Did you mean 'mixed_float16' or 'float16'?"
     """
-    if len(text) > _TEXT:
-        return ""
-    known = list(known)
-    spelt = {_plain(name): name for name in known}
-    plain = _plain(text)
-    found = [spelt[plain]] if plain in spelt else []
-    if not found:
-        plain = _spelt_out(plain)
-        found = [name for name in _ALIASES if name in known and plain in _ALIASES[name].split()]
-    if not found:
-        near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
-        found = [spelt[name] for name in near]
+    spelt = re.sub(r"\s", "", text.lower()).rpartition(".")[2]  # "float 16", "torch.float16"
+    spelt = re.sub("^(.+)-mixed$", r"mixed_\1", spelt)  # "bf16-mixed", of PyTorch Lightning
+    spelt = re.sub(r"(?<![a-z\d])(b?)(?:fp?)?(?=\d)", r"\1float", spelt)  # "fp16", "bf16"
+    found = [name for name in known if f"_{name.lower()}".endswith(f"_{spelt}")]
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
-
-
-def _plain(text: str) -> str:
-    """Without case, separators and the library's name: "torch.float16" is "float16"."""
-    return re.sub(r"^(torch|np|numpy|jnp|jax\.numpy|tf)\.|[\s_-]", "", text.lower())
-
-
-def _spelt_out(plain: str) -> str:
-    """With "float" for its short forms: "fp8mixed" is "mixedfloat8", "bf16" is "bfloat16"."""
-    plain = re.sub(r"^(.+)mixed$", r"mixed\1", plain)
-    return re.sub(r"(^|mixed)(b?)(?:fp?)?(?=\d)", r"\1\2float", plain)
 
 
 # The classes of models, by module and name, and the call that runs such a model in half.

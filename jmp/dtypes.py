@@ -84,7 +84,7 @@ def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     Args:
       others: what else the user may have meant, for the error.
 
-    Raises: ValueError that lists the known names, and says which is nearest.
+    Raises: ValueError that lists the known names.
 
     >>> parse_dtype("bf16")
     dtype(bfloat16)

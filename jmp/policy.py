@@ -8,7 +8,6 @@ exceptions. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32"
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jmp.dtypes import (
     ScalarType,
     dtype_to_names,
     floating_dtype,
-    is_castable,
     is_half,
     parse_dtype,
     scalar_type,
@@ -163,38 +161,27 @@ def _given_dtypes(policy: Policy) -> dict[str, Any]:
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
-# Fields that may be None: which dtypes they take, and what the error says of any other.
-_OPTIONAL: dict[str, tuple[Callable[[np.dtype], bool], str]] = {
-    "reduce_dtype": (
-        is_castable,
-        ", in which nothing can be added up; expected float32, bfloat16, float16 or float64, or "
-        "None, which leaves the choice to XLA.",
-    ),
-    "product_dtype": (
-        lambda dtype: dtype == np.dtype(_FLOAT8),
-        "; expected 'f8' (float8_e4m3fn), or None, which leaves products in the compute dtype.",
-    ),
-    "result_dtype": (
-        lambda dtype: dtype == FLOAT32,
-        "; expected 'f32' (float32), in which half products are added up, or None, which rounds "
-        "them to the compute dtype.",
-    ),
+# The dtypes that the fields that may be None take.
+_OPTIONAL = {
+    "reduce_dtype": ("float32", "bfloat16", "float16", "float64"),
+    "product_dtype": ("float8_e4m3fn",),
+    "result_dtype": ("float32",),
 }
 
 
 def _checked_dtype(dtype: Any, name: str) -> ScalarType | None:
     """Returns the scalar type of a field; raises TypeError or ValueError for a wrong one."""
-    if name not in _OPTIONAL:
-        return scalar_type(floating_dtype(dtype, name))
-    if dtype is None:
+    if dtype is None and name in _OPTIONAL:
         return None
     if name == "product_dtype" and isinstance(dtype, str) and dtype in ("f8", "float8"):
         return _FLOAT8
-    normalised = floating_dtype(dtype, name)
-    is_allowed, complaint = _OPTIONAL[name]
-    if not is_allowed(normalised):
-        raise ValueError(f"{name} got {normalised}{complaint}")
-    return scalar_type(normalised)
+    checked = scalar_type(floating_dtype(dtype, name))
+    allowed = _OPTIONAL.get(name, (checked.__name__,))
+    if checked.__name__ not in allowed:
+        raise ValueError(
+            f"{name} got {checked.__name__}; expected {' or '.join(allowed)}, or None."
+        )
+    return checked
 
 
 def refuse_float8(policy: Policy, caller: str) -> None:

@@ -7,11 +7,9 @@
   scope for an nnx module and offers no way to intercept its calls, so a module that a rule names is
   given a subclass of its class whose methods open the scope themselves. In a view it keeps that
   class; in `lift` only the copies in the trace have it.
-- `changes_between`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is
-  written back as a whole or not at all. Flax empties a module before it writes it anew, and refuses
-  to write a Variable inside another trace than the one it was made in. So changes are found by
-  comparison, a change that cannot be written is refused before, and after any other error modules
-  and Variables are as they were.
+- `whole_if_it_fails`: what a call changes in modules is written back as a whole or not at all. Flax
+  empties a module before it writes it anew, and refuses to write a Variable inside another trace
+  than the one it was made in. So after an error modules and Variables are as they were.
 - `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for a
   tree, and makes two Variables of one that stands in two places. `split_modules` makes a tree too,
   with one leaf for each Variable, named as rules name it. `merge_modules` makes new modules of it,
@@ -28,7 +26,7 @@ from flax import errors, nnx
 from jax.typing import DTypeLike
 
 from jmp._array_calls import Untrained, take_arrays
-from jmp._messages import first_few
+from jmp._messages import listed
 from jmp.adapters._module_policies import (
     ModulePolicies,
     ModuleScopes,
@@ -61,9 +59,8 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
             result = fun(*args, **kwargs)
         policies.rules.warn_unused()
         after = [taken_apart([model])[0] for model in models]
-        changes = map(changes_between, before, after)
         # A model from outside of a trace may be called inside it, but not be written to.
-        changed = {i: found for i, found in enumerate(changes) if found != ()}
+        changed = [i for i, pair in enumerate(zip(before, after, strict=True)) if _differ(*pair)]
         written = [models[i] for i in changed]
         return changed, nnx.to_tree((written, result), ctxtag=tag)
 
@@ -75,9 +72,8 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
         with nnx.update_context(tag):
             args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
             changed, after = lowered(*args, **kwargs)
-            for index, changes in changed.items():
-                check_writable(models[index], changes)
-            with whole_if_it_fails(*(models[index] for index in changed)):
+            written = [models[index] for index in changed]
+            with whole_if_it_fails(*written), _error_of_another_trace(written):
                 _, result = nnx.from_tree(after, is_inner=False, ctxtag=tag)
         return result
 
@@ -119,34 +115,24 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 # Changes of a call are written back as a whole or not at all.
 
 
-def changes_between(before: "SplitModule", after: "SplitModule") -> tuple[str, ...] | None:
-    """Returns the paths of the Variables that changed; None if attributes came or went."""
+def _differ(before: "SplitModule", after: "SplitModule") -> bool:
+    """Returns whether a Variable has changed, or whether attributes came or went."""
     if after.where != before.where:
-        return None
-    return tuple(path for path, array in after.items() if array is not before[path])
+        return True
+    return any(array is not before[path] for path, array in after.items())
 
 
-def check_writable(node: Any, changed: Sequence[str] | None) -> None:
-    """Raises `flax.errors.TraceContextError` if the changes of a call cannot be written to `node`.
-
-    Args:
-      node: a module, an optimizer or a Variable.
-      changed: the result of `changes_between`.
-    """
-    flat = nnx.to_flat_state(nnx.state([node]))
-    variables = {"/".join(map(str, path)): variable for (_, *path), variable in flat}
-    written = list(variables if changed is None else changed)
+@contextlib.contextmanager
+def _error_of_another_trace(written: Sequence[Any]) -> Iterator[None]:
+    """Says what to do if Flax refuses to write to modules, optimizers or Variables."""
     try:
-        for path in written:
-            variables[path].set_raw_value(variables[path].get_raw_value())
+        yield
     except errors.TraceContextError as error:
-        named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in written]
-        what = "attributes" if changed is None else first_few(named, len(named), most=4)
         raise errors.TraceContextError(
-            f"A call changes {what} of {type(node).__name__}, which comes from outside of the "
-            "trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be "
-            "written back. Nothing was changed. Make the model an argument, under nnx.jit or "
-            "nnx.grad; or call model.eval() first, if it is to be evaluated."
+            f"A call changes {listed(written)}, as BatchNorm and Dropout do in training, from "
+            "outside of the trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the "
+            "change cannot be written back. Nothing was changed. Make the model an argument, under "
+            "nnx.jit or nnx.grad; or call model.eval() first, if it is to be evaluated."
         ) from error
 
 

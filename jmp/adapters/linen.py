@@ -29,7 +29,14 @@ import optax
 from flax import serialization
 from flax.training import train_state
 
-from jmp._messages import described, listed, refuse_other_models, where_trees_differ, wrong
+from jmp._messages import (
+    described,
+    listed,
+    refuse_other_models,
+    shape_text,
+    where_trees_differ,
+    wrong,
+)
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
 from jmp.autocasting._autocast import Options
@@ -403,31 +410,20 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
         )
     state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
     restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
-    # Elsewhere leaves may be anything, such as shardings.
-    if all(map(is_array, state.values())):
-        _check_shapes(node, expected, state)
-        if isinstance(node, LossScale):
-            return _within_bounds(restored)
-    return restored
-
-
-def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any]) -> None:
-    codes = getattr(node, "codes", None)
-    if isinstance(node, StoredArray) and is_array(codes) and state["codes"].dtype != codes.dtype:
-        raise ValueError(
-            f"A checkpoint holds codes of dtype {state['codes'].dtype} for a StoredArray; expected "
-            f"{codes.dtype}, stored as {node.kind}. Restore into a state that is stored as the "
-            "saved one is, and store it otherwise afterwards: "
-            "transforms.encode_state(tx.init(params).inner_state, "
-            "transforms.decode_state(opt_state.inner_state))."
-        )
-    for name, leaf in expected.items():
-        if is_array(leaf) and leaf.shape != state[name].shape:
+    if not all(map(is_array, state.values())):
+        return restored  # elsewhere leaves may be anything, such as shardings
+    arrays = {name: leaf for name, leaf in expected.items() if is_array(leaf)}
+    for name, leaf in arrays.items():
+        # The dtype of codes says what numbers they stand for.
+        is_alike = leaf.dtype == state[name].dtype or not isinstance(node, StoredArray)
+        if leaf.shape != state[name].shape or not is_alike:
             raise ValueError(
-                f"A checkpoint holds {name} of shape {state[name].shape} for a "
-                f"{type(node).__name__}; expected {leaf.shape}. Restore into a state of the same "
-                "parameters and as many members."
+                f"A checkpoint holds {name}={shape_text(state[name])} for a {type(node).__name__}; "
+                f"expected {shape_text(leaf)}. Restore into a state of the same parameters, of as "
+                "many members and stored as the saved one is, and change it afterwards: "
+                "docs/checkpoints.md has the lines."
             )
+    return _within_bounds(restored) if isinstance(node, LossScale) else restored
 
 
 def _within_bounds(loss_scale: LossScale) -> LossScale:
@@ -453,36 +449,29 @@ def _train_state_to_dict(node: PyTree) -> dict[str, Any]:
 
 
 def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
-    fields = _array_fields(node)
     if node.batch_stats is None:  # Flax's TrainState does not have this field
         state = {"batch_stats": None, **state}
-    if set(state) != set(fields):
+    saved, own = _structure(state), _structure(_train_state_to_dict(node))
+    if leaves_by_path(saved).keys() != leaves_by_path(own).keys():
         raise ValueError(
-            f"A checkpoint holds {listed(sorted(state))} for a {type(node).__name__}; expected "
-            f"{listed(sorted(fields), most=16)}. Restore into the class that was saved, and make "
-            "the new state of its fields: docs/checkpoints.md has the lines."
+            "A checkpoint holds other fields, or the state of another optimizer, than this "
+            f"{type(node).__name__} (of the saved state and this one "
+            f"{where_trees_differ(saved, own)}). Restore into a state of the class and the "
+            "optimizer that saved it, and change that afterwards: another loss scale is "
+            "jmp.transforms.set_loss_scale(opt_state, new_scale), new masters are "
+            "reset_masters(opt_state, params), and docs/checkpoints.md has the lines for every "
+            "change."
         )
-    _check_optimizer(node, state["opt_state"])
     restored = {
         name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
-        for name in fields
+        for name in state
     }
     return node.replace(**restored)
 
 
-def _check_optimizer(node: PyTree, saved: Any) -> None:
-    """Raises ValueError if the saved state of an optimizer has other leaves than the one of
-    `node`."""
-    expected: Any = serialization.to_state_dict(node.opt_state)
-    if leaves_by_path(saved).keys() != leaves_by_path(expected).keys():
-        raise ValueError(
-            f"A checkpoint holds the state of another optimizer than this {type(node).__name__}'s "
-            f"(of the saved state and this one {where_trees_differ(saved, expected)}). "
-            "Restore into a state of the optimizer that saved it, and change that afterwards: "
-            "another loss scale is jmp.transforms.set_loss_scale(opt_state, new_scale), new "
-            "masters are reset_masters(opt_state, params), and docs/checkpoints.md has the lines "
-            "for every change."
-        )
+def _structure(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns what must agree in a saved state: its fields, and the leaves of the optimizer."""
+    return {name: part if name == "opt_state" else 0 for name, part in state.items()}
 
 
 _exchange_made_by_flax(TrainState)
