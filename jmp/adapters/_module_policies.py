@@ -142,9 +142,10 @@ class ModulePolicies:
       options: keyword arguments of `jmp.autocast`.
       keep_dtypes: whether a module whose `dtype` field says float32 computes in float32, unless a
         rule matches it.
+      name_scopes: whether rules name scopes too, such as a scope of `jax.named_scope`, if no rule
+        names a module around it.
 
-    Raises: ValueError if policy and rules name two half dtypes, or one a float8, or a rule a
-      `reduce_dtype` that is not the policy's.
+    Raises: ValueError if policy and rules name two half dtypes, or one a float8.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class ModulePolicies:
         options: Mapping[str, Any],
         *,
         keep_dtypes: bool = False,
+        name_scopes: bool = False,
     ) -> None:
         rules = None if rules is None else tuple(rules)  # read more than once
         self.policy = get_policy(policy)
@@ -166,14 +168,8 @@ class ModulePolicies:
             for name, value in options.items()
         }
         self._keep_dtypes = keep_dtypes
+        self._name_scopes = name_scopes
         others = [get_policy(policy) for _, policy in rules or ()]
-        for other in others:
-            if other.reduce_dtype not in (None, self.policy.reduce_dtype):
-                raise ValueError(
-                    f"A rule asks for '{other}', the policy of the model is '{self.policy}'; "
-                    "expected one reduce_dtype a model. Give it in the policy of the model, such "
-                    "as 'mixed_float16,r=f32'."
-                )
         halves = {p.compute_dtype for p in (self.policy, *others) if is_half(p.compute_dtype)}
         if len(halves) > 1:
             names = " and ".join(sorted(half.__name__ for half in halves))
@@ -182,7 +178,13 @@ class ModulePolicies:
                 "model. Wrap the part that differs separately: the inner policy holds there."
             )
         self.lowered = next(iter(halves), self.policy.compute_dtype)
-        self._key: Any = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
+        self._key: Any = (
+            self.policy,
+            rules,
+            tuple(self._options.items()),
+            keep_dtypes,
+            name_scopes,
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModulePolicies) and self._key == other._key
@@ -190,29 +192,27 @@ class ModulePolicies:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def autocast(self, fun: Callable[P, R], *, name_scopes: bool = False) -> Callable[P, R]:
-        """Returns `fun` under autocast, for code that runs inside `in_force`.
-
-        Args:
-          name_scopes: whether rules name scopes too, such as a scope of `jax.named_scope`, if no
-            rule names a module around it. Autocast then warns of unused rules itself, if the policy
-            or a rule is half.
-        """
+    def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
+        """Returns `fun` under autocast, for code that runs inside `in_force`."""
         half, full = self.lowered, FLOAT32_POLICY.param_dtype
         policy = dataclasses.replace(
             self.policy, param_dtype=full, compute_dtype=half, output_dtype=half
         )
-        rules = self.rules if name_scopes else None
+        rules = self.rules if self._name_scopes else None
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Makes these the rules that hold, instead of the rules of a wrapped model around this
-        one."""
+        """Makes these the rules that hold, instead of the rules of a wrapped model around this one.
+
+        Warns: `UnusedRuleWarning`, at the end, for a rule that matched nothing.
+        """
         # The policy of the whole, if it is float32 and only a part is half.
         whole = None if self.policy.compute_dtype == self.lowered else self.policy
         with _in_force(self), self.scope(whole):
             yield
+        if not (self._name_scopes and is_half(self.lowered)):  # else autocast matches scopes first
+            self.rules.warn_unused()
 
     @property
     def are_in_force(self) -> bool:
@@ -332,7 +332,7 @@ class ModuleScopes(ModulePolicies):
         """True: an inner model with rules of its own names its paths too."""
         return True
 
-    def autocast(self, fun: Any, *, name_scopes: bool = False) -> Any:
+    def autocast(self, fun: Any) -> Any:
         """Returns the function as it is."""
         return fun
 

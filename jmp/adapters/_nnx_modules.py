@@ -57,7 +57,6 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
         before = [taken_apart([model])[0] for model in models]
         with policies.in_force(), _prepared(models, policies):
             result = fun(*args, **kwargs)
-        policies.rules.warn_unused()
         after = [taken_apart([model])[0] for model in models]
         # A model from outside of a trace may be called inside it, but not be written to.
         changed = [i for i, pair in enumerate(zip(before, after, strict=True)) if _differ(*pair)]

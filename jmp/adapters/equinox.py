@@ -28,7 +28,6 @@ from jmp.adapters._module_policies import (
     storage_rules,
 )
 from jmp.autocasting._autocast import or_decorator
-from jmp.dtypes import is_half
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.loss_scaling._gradients import scaled_value_and_grad as differentiate_scaled
@@ -83,7 +82,7 @@ def autocast(
     """
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "fun", "equinox", "a function of Equinox modules")
-    return with_marked_modules(fun, ModulePolicies(policy, rules, options))
+    return with_marked_modules(fun, ModulePolicies(policy, rules, options, name_scopes=True))
 
 
 def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
@@ -95,11 +94,9 @@ def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callab
         args, kwargs = _map_modules(functools.partial(_mark_module, policies), (args, kwargs))
         with policies.in_force():
             result = fun(*args, **kwargs)
-        if not is_half(policies.lowered):  # else autocast warns, who has matched scopes too
-            policies.rules.warn_unused()
         return _map_modules(_unmark_module, result)
 
-    return policies.autocast(in_float32, name_scopes=True)
+    return policies.autocast(in_float32)
 
 
 def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:

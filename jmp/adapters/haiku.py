@@ -100,9 +100,7 @@ def autocast(
         elif has_state:
             args = (cast_to_at_least_float32(args[0]), *args[1:])
         with policies.in_force(), hk.intercept_methods(intercept):
-            result = network.apply(params, *args, **kwargs)
-        policies.rules.warn_unused()
-        return result
+            return network.apply(params, *args, **kwargs)
 
     lowered = policies.autocast(in_float32)
 

@@ -129,9 +129,7 @@ def autocast(
             args = (_widened(args[0], policies), *args[1:])
         wide = {name: _widened(kwargs[name], policies) for name in _VARIABLES if name in kwargs}
         with policies.in_force(), nn.intercept_methods(intercept):
-            result = apply_fn(*args, **{**kwargs, **wide})
-        policies.rules.warn_unused()
-        return result
+            return apply_fn(*args, **{**kwargs, **wide})
 
     lowered = policies.autocast(in_float32)
     cast_statistics = functools.partial(cast_floating, dtype=policies.statistics_dtype)
