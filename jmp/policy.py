@@ -264,8 +264,12 @@ def get_policy(policy: str | Policy) -> Policy:
         expected = "a Policy or text such as 'mixed_float16' or 'p=f32,c=f16,o=f32'"
         raise wrong(TypeError, "get_policy", policy, expected)
     parts = [part.strip() for part in policy.split(",")]
-    is_named = "=" not in parts[0] and bool(parts[0] or len(parts) == 1)
-    given = _dtypes_called(parts.pop(0)) if is_named else {}
+    if parts[0] in _NAMED:
+        parts = [*_NAMED[parts[0]].split(","), *parts[1:]]
+    given: dict[str, Any] = {}
+    if "=" not in parts[0]:
+        dtype = parse_dtype(parts.pop(0), _NAMED)
+        given = {"param_dtype": dtype, "compute_dtype": dtype, "output_dtype": dtype}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _FIELDS:
@@ -283,20 +287,6 @@ def get_policy(policy: str | Policy) -> Policy:
     given.setdefault("compute_dtype", given["param_dtype"])
     given.setdefault("output_dtype", given["compute_dtype"])
     return Policy(**given)
-
-
-def _dtypes_called(name: str) -> dict[str, Any]:
-    """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
-    if name in _NAMED:
-        return _given_dtypes(get_policy(_NAMED[name]))
-    try:
-        dtype = parse_dtype(name, _NAMED)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
-            "'p=f32,c=f16,o=f32'."
-        ) from None
-    return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), dtype)
 
 
 # This attribute marks functions and classes of modules that compute with a policy, and the update
