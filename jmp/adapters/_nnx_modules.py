@@ -30,7 +30,8 @@ from jmp._messages import listed
 from jmp.adapters._module_policies import (
     ModulePolicies,
     ModuleScopes,
-    marked_class,
+    classes_around,
+    mark,
     plain_class,
     set_class,
     subclass,
@@ -91,10 +92,9 @@ def _prepared(models: Sequence[Any], policies: ModulePolicies) -> Iterator[None]
     with contextlib.ExitStack() as undone:
         for model in models:
             if isinstance(model, nnx.Module):
-                for module, path, classes in _modules_with_path(model):
-                    own, named = type(module), policies.named(module, path, classes)
-                    undone.callback(set_class, module, own)
-                    set_class(module, marked_class(own, nnx.Module, policies, named))
+                for _, module in nnx.iter_modules(model):
+                    undone.callback(set_class, module, type(module))
+                mark(nnx.iter_modules(model), nnx.Module, policies)
                 policies.match_parameters(nnx.as_pure(nnx.state(model)))
         for _, variable in nnx.iter_graph(models):
             before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
@@ -168,21 +168,26 @@ def view_of(model: M, policies: ModulePolicies) -> M:
     """
     replaced = getattr(type(model), _POLICIES, None)  # if the model is a view itself
     view: M = nnx.clone(model, variables=False)
-    for module, path, classes in _modules_with_path(view):
-        if getattr(type(module), _POLICIES, None) in (None, replaced):
-            named = policies.named(module, path, classes)
-            set_class(module, _view_class(plain_class(type(module)), policies, named))
+    modules = {
+        names: module
+        for names, module in nnx.iter_modules(view)
+        if getattr(type(module), _POLICIES, None) in (None, replaced)
+    }
+    for module in modules.values():
+        set_class(module, plain_class(type(module)))
+    mark(modules.items(), nnx.Module, policies)
+    for module in modules.values():
+        set_class(module, _view_class(type(module), policies))
     return view
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
-def _view_class(module_type: type, policies: ModulePolicies, named: Policy | None) -> type:
+def _view_class(module_type: type, policies: ModulePolicies) -> type:
     """Returns a subclass whose `__call__` runs under autocast, if it is not inside it already."""
-    base = marked_class(module_type, nnx.Module, policies, named)
     body: dict[str, Any] = {_POLICIES: policies}
     if "__call__" in dir(module_type):
-        body["__call__"] = _lowered_call(base, policies)
-    return mark_lowered(subclass(base, body), policies.lowered)
+        body["__call__"] = _lowered_call(module_type, policies)
+    return mark_lowered(subclass(module_type, body), policies.lowered)
 
 
 def _lowered_call(module_type: Any, policies: ModulePolicies) -> Callable[..., Any]:
@@ -197,18 +202,6 @@ def _lowered_call(module_type: Any, policies: ModulePolicies) -> Callable[..., A
     return call
 
 
-def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[type, ...]]]:
-    """Returns every module of `model`: itself, its path, and its class and those around it."""
-    found = list(nnx.iter_modules(model))
-    classes = {path: type(module) for path, module in found}
-    return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in found]
-
-
-def _around(path: tuple[Any, ...], classes: dict[Any, type]) -> tuple[type, ...]:
-    ancestors = [path[:end] for end in range(len(path), -1, -1)]  # innermost first
-    return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
-
-
 def cast_in_place(
     model: nnx.Module, policy_for: Callable[[str, tuple[type, ...]], Policy] | None = None
 ) -> None:
@@ -218,19 +211,18 @@ def cast_in_place(
       policy_for: asked with a path and the classes around it; None leaves parameters as they are.
     """
     classes = {path: type(module) for path, module in nnx.iter_modules(model)}
-    with whole_if_it_fails(model):
-        for path, variable in nnx.to_flat_state(nnx.state(model)):
-            if isinstance(variable, nnx.BatchStat):
-                dtype: DTypeLike = FLOAT32
-            elif policy_for is not None and isinstance(variable, nnx.Param):
-                name = "/".join(map(str, path))
-                dtype = policy_for(name, _around(path, classes)).param_dtype
-            else:
-                continue
-            value = variable.get_value()
-            cast = cast_leaf(value, dtype)
-            if cast is not value:
-                variable.set_value(cast)
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(variable, nnx.BatchStat):
+            dtype: DTypeLike = FLOAT32
+        elif policy_for is not None and isinstance(variable, nnx.Param):
+            name = "/".join(map(str, path))
+            dtype = policy_for(name, classes_around(path, classes)).param_dtype
+        else:
+            continue
+        value = variable.get_value()
+        cast = cast_leaf(value, dtype)
+        if cast is not value:
+            variable.set_value(cast)
 
 
 # Modules as trees, for diagnostics.
@@ -263,17 +255,10 @@ class SplitModule(dict[str, Any]):
         return cls(names, arrays, where)
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree)
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, SplitModule)
-
-
 def split_modules(tree: PyTree) -> PyTree:
     """Returns a tree with its modules, optimizers and random-number streams taken apart."""
-    nodes, rest = take_arrays(tree, _is_node, is_leaf=_is_node)
+    is_node = lambda value: isinstance(value, nnx.Pytree)
+    nodes, rest = take_arrays(tree, is_node, is_leaf=is_node)
     return rest.filled(taken_apart(nodes)) if nodes else tree
 
 
@@ -298,7 +283,8 @@ def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
 
 def merge_modules(tree: PyTree) -> PyTree:
     """Returns a tree with new modules in place of the ones that were taken apart."""
-    parts, rest = take_arrays(tree, _is_split, is_leaf=_is_split)
+    is_split = lambda value: isinstance(value, SplitModule)
+    parts, rest = take_arrays(tree, is_split, is_leaf=is_split)
     if not parts:
         return tree
     flat: dict[Any, Any] = {}

@@ -38,7 +38,12 @@ from jmp._messages import (
     wrong,
 )
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
-from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
+from jmp.adapters._module_policies import (
+    ModulePolicies,
+    cast_by_paths,
+    opened,
+    policy_of_norms,
+)
 from jmp.autocasting._autocast import Options
 from jmp.loss_scaling._base import SAVED, LossScale
 from jmp.policy import Policy, get_policy, mark_lowered
@@ -46,7 +51,7 @@ from jmp.rules import Rule
 from jmp.transforms import StoredArray
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.transforms._wrapping import check_order, structures_compared
+from jmp.transforms._wrapping import as_transformation, check_order, structures_compared
 from jmp.trees import (
     PyTree,
     cast_floating,
@@ -99,8 +104,8 @@ def autocast(
     Raises:
       TypeError: `apply_fn` is a method that takes no variables, or of another framework; a policy,
         a rule or an option is of the wrong kind.
-      ValueError: policy and rules name two half dtypes; a policy is unknown or has a float8 besides
-        its products; or `jmp.autocast` refuses the value of an option.
+      ValueError: a policy is unknown or has a float8 besides its products; `jmp.autocast` refuses
+        the value of an option; or policy and rules name two half dtypes (at the call).
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
@@ -119,8 +124,8 @@ def autocast(
             return call(*args, **kwargs)
         module = context.module
         classes = _with_classes_around(module)
-        named = policies.named(module, "/".join(module.path), classes, classes[-1].__name__)
-        with policies.scope(named):
+        path, root = "/".join(module.path), classes[-1].__name__
+        with opened(policies.scope_of(module, path, classes, root)):
             return call(*args, **kwargs)
 
     @functools.wraps(apply_fn)
@@ -288,10 +293,7 @@ class TrainState(train_state.TrainState):
           computes in float16.
         """
         caller = "TrainState.create"
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            example = "transforms.mixed_precision(optax.adam(1e-3), policy)"
-            expected = f"an optax transformation, such as {example}"
-            raise wrong(TypeError, caller, tx, expected, name="tx")
+        as_transformation(tx, caller, "tx")
         if params is None:
             expected = "a tree of arrays, such as model.init(key, x)['params']"
             raise wrong(TypeError, caller, params, expected, name="params")
@@ -342,7 +344,8 @@ class TrainState(train_state.TrainState):
         _check_not_static(self, kwargs)
         given: Self = self
         if extra_args:
-            update = functools.partial(optax.with_extra_args_support(self.tx).update, **extra_args)
+            tx = as_transformation(self.tx, "apply_gradients", "tx")
+            update = functools.partial(tx.update, **extra_args)
             given = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
         with structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super(TrainState, given).apply_gradients(  # type: ignore[no-untyped-call]

@@ -89,7 +89,7 @@ def autocast(model: Any = None, policy: Any = None, **options: Any) -> Any:
 
     Raises:
       TypeError: no policy; neither a model nor a function, or a method bound to its module.
-      ValueError: policy and rules name two half dtypes.
+      ValueError: policy and rules name two half dtypes (at the call).
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
