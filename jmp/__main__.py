@@ -8,6 +8,7 @@ report.
 
 import argparse
 import collections
+import functools
 import importlib.metadata
 import os
 import platform
@@ -109,50 +110,38 @@ def check_installation() -> str:
     return f"one distribution installs jmp: {found.pop()}" if found else "jmp is not installed"
 
 
-def check_overflow() -> str:
-    """A float16 overflow skips the step and halves the scale; the next step is taken."""
-    # The derivative with respect to the product's result is the scale itself: 2^16 is infinite in
-    # float16.
-    x = jnp.full((SIZE, SIZE), 2.0**-8, jnp.float32)
-    loss = jmp.autocast(lambda w: jnp.sum((x * w) @ x), "mixed_float16")
-    tx = transforms.with_loss_scale(optax.adam(0.1), jmp.DynamicLossScale(2.0**16))
-
-    @jax.jit
-    def step(params: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        _, gradients = jmp.scaled_value_and_grad(loss, state.loss_scale)(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.float32(3.0)
-    kept, state = step(params, tx.init(params))
-    scale, count = state.loss_scale.loss_scale, state.inner_state[0].count
-    assert kept == params, f"a skipped step moved the parameter from {params} to {kept}"
-    assert scale == 2.0**15, f"the loss scale is {scale} after an overflow, not 32768"
-    assert count == 0, f"a skipped step counts in Adam: {count}"
-    moved, state = step(kept, state)
-    assert state.grads_finite and moved < kept, "no step was taken after the overflow"
-    return "a float16 overflow skips the step and halves the loss scale"
-
-
-def check_autocast() -> str:
-    """Autocast multiplies in half, forward and backward, and is as close as half can be."""
+def check_steps() -> str:
+    """A step in half skips an overflow, and the next one moves parameters as NumPy computes it."""
     generator = np.random.default_rng(1)
     w, x = (generator.standard_normal((SIZE, SIZE)) / 8 for _ in range(2))
     expected = x.T @ np.exp(x @ w) / w.size
-    arrays = jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32)
+    start, batch = jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32)
+    tx = transforms.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0**15))
     errors = []
     for dtype in (jnp.float16, jnp.bfloat16):
         loss = jmp.autocast(lambda w, x: jnp.mean(jnp.exp(x @ w)), f"mixed_{np.dtype(dtype)}")
-        gradient = jax.jit(jax.grad(loss))
-        diagnostics.assert_products_in(gradient, dtype)(*arrays)
-        error = np.linalg.norm(gradient(*arrays) - expected) / np.linalg.norm(expected)
+        diagnostics.assert_products_in(jax.grad(loss), dtype)(start, batch)
+        kept, state = step(loss, tx, start, tx.init(start), 1e6 * batch)
+        scale = state.loss_scale.loss_scale
+        assert (kept == start).all(), "a step after an overflow moved the parameters"
+        assert scale == 2.0**14, f"the loss scale is {scale} after an overflow, not 16384"
+        moved, _ = step(loss, tx, kept, state, batch)
+        error = np.linalg.norm(start - moved - expected) / np.linalg.norm(expected)
         errors.append(f"{error:.1e}")
         unit = float(jnp.finfo(dtype).eps)
-        assert unit / 100 < error < 2 * unit, f"gradients in {np.dtype(dtype)} are off by {error}"
-    return f"autocast multiplies in half (gradients off by {' and '.join(errors)})"
+        assert unit / 100 < error < 2 * unit, f"a step in {np.dtype(dtype)} is off by {error}"
+    return f"steps in half skip an overflow, then move as in NumPy (off by {' and '.join(errors)})"
 
 
-CHECKS = (check_installation, check_overflow, check_autocast)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def step(loss: Any, tx: Any, params: jax.Array, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    """Returns the parameters and the optimizer's state after a training step."""
+    _, gradients = jmp.scaled_value_and_grad(loss, state.loss_scale)(params, x)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+CHECKS = (check_installation, check_steps)
 
 
 def main(

@@ -186,20 +186,17 @@ def _view_class(module_type: type, policies: ModulePolicies) -> type:
     """Returns a subclass whose `__call__` runs under autocast, if it is not inside it already."""
     body: dict[str, Any] = {_POLICIES: policies}
     if "__call__" in dir(module_type):
-        body["__call__"] = _lowered_call(module_type, policies)
+        as_written: Any = module_type.__call__
+        lowered = lift(as_written, policies)
+
+        @functools.wraps(as_written)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if policies.are_in_force:
+                return as_written(self, *args, **kwargs)
+            return policies.policy.cast_to_output(lowered(self, *args, **kwargs))
+
+        body["__call__"] = call
     return mark_lowered(subclass(module_type, body), policies.lowered)
-
-
-def _lowered_call(module_type: Any, policies: ModulePolicies) -> Callable[..., Any]:
-    lowered = lift(module_type.__call__, policies)
-
-    @functools.wraps(module_type.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if policies.are_in_force:
-            return module_type.__call__(self, *args, **kwargs)
-        return policies.policy.cast_to_output(lowered(self, *args, **kwargs))
-
-    return call
 
 
 def cast_in_place(
@@ -312,7 +309,7 @@ def of_split_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body, updated=())
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         if is_method:
-            args = (merge_modules(split_modules(own)), *args)
+            args = (nnx.clone(own), *args)
         elif not instances_in((args, kwargs), SplitModule):
             return fun(*args, **kwargs)
         args, kwargs = merge_modules((args, kwargs))

@@ -329,11 +329,9 @@ def scaled_value_and_grad(
     >>> float(grads["bias"][0])
     24.0
     """
-    usage = "scaled_value_and_grad(loss_fn, scale)(model)"
-    check_function(fun, "scaled_value_and_grad", usage)
-    if isinstance(fun, nnx.Module):
-        more = f" Write {usage}."
-        raise wrong(TypeError, "scaled_value_and_grad", fun, "a function of modules", more=more)
+    if not callable(fun) or isinstance(fun, nnx.Module):
+        expected = "a function of modules: scaled_value_and_grad(loss_fn, scale)(model)"
+        raise wrong(TypeError, "scaled_value_and_grad", fun, expected)
     check_loss_scale(loss_scale, "scaled_value_and_grad")
     value_and_grad = nnx.value_and_grad(
         scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
