@@ -20,10 +20,11 @@ import itertools
 import numbers
 import os
 import re
+import reprlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -134,24 +135,49 @@ def refuse_other_models(value: object, caller: str, name: str, own: str, expecte
         raise wrong(TypeError, caller, value, expected, name=name, more=way_out(value))
 
 
-_TEXT = 60  # characters of a text that are shown
-_ENTRIES = 4  # of a container
-_DEPTH = 2  # containers in containers
+_TEXT = 60  # characters of a text or a name that are shown
 _LENGTH = 240  # of a whole description
 
 
 def described(value: object) -> str:
     """Returns a short text that says what a value is: its kind, dtype, shape or structure.
 
-    Arrays are not printed, except scalars; texts and containers are cut, with their sizes.
+    Arrays are not printed, except scalars; texts and containers are cut.
 
     >>> described({"w": jnp.ones((2, 3)), "steps": [1] * 100})
-    "{'w': float32[2,3], 'steps': [1, 1, 1, 1 and 96 more]}"
-    >>> described("p=" * 1000)[-20:]
-    '. (2,000 characters)'
+    "{'steps': [1, 1, 1, 1, ...], 'w': float32[2,3]}"
     """
-    text = _described(value, _DEPTH)
+    text = _Description().repr(value)
     return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 4]} ..."
+
+
+class _Description(reprlib.Repr):
+    """Cuts texts and containers as `reprlib` does; says of other objects only their kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxstring = _TEXT
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Whole numbers may have more digits than Python prints."""
+        return repr(x) if x.bit_length() <= 128 else f"an int of {x.bit_length():,} bits"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Objects of classes that `reprlib` does not know."""
+        if isinstance(x, (np.generic, np.ndarray, jax.Array)):
+            return _described_array(x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return f"ShapeDtypeStruct {shape_text(x)}"
+        if x is None or isinstance(x, (bool, float, complex, np.dtype)):
+            return repr(x)
+        if isinstance(x, type):
+            return f"the class {_cut(x.__name__)}"
+        if inspect.isroutine(x):
+            return f"the {'method' if inspect.ismethod(x) else 'function'} {function_name(x)}"
+        name = _cut(type(x).__name__)
+        return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
 def listed(names: Iterable[object], most: int = 8) -> str:
@@ -214,34 +240,6 @@ def where_trees_differ(first: Any, second: Any) -> str:
     return "; ".join(words) or same_paths
 
 
-def _described(value: Any, depth: int) -> str:
-    if isinstance(value, (str, bytes)):
-        cut = repr(value[:_TEXT])
-        unit = "characters" if isinstance(value, str) else "bytes"
-        return cut if len(value) <= _TEXT else f"{cut}... ({len(value):,} {unit})"
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
-        return _described_array(value)
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return f"ShapeDtypeStruct {shape_text(value)}"
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length():,} bits"
-    if value is None or isinstance(value, (bool, int, float, complex, np.dtype)):
-        return repr(value)
-    if isinstance(value, type):
-        return f"the class {_cut(value.__name__)}"
-    if inspect.ismodule(value):
-        return f"the module {_cut(value.__name__)}"
-    if isinstance(value, functools.partial):
-        return f"a partial of {described(value.func)}"
-    if inspect.isroutine(value):
-        return f"the {'method' if inspect.ismethod(value) else 'function'} {function_name(value)}"
-    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-    if isinstance(value, (Mapping, Sequence, Set)) and not is_named:
-        return _described_container(value, depth)
-    name = _cut(type(value).__name__)
-    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
-
-
 def _described_array(value: Any) -> str:
     if isinstance(value, jax.core.Tracer):
         return f"traced {shape_text(value)}"
@@ -251,22 +249,6 @@ def _described_array(value: Any) -> str:
     if is_number and getattr(value.dtype, "kind", "") in tuple("biufc"):
         return f"{shape_text(value)} of value {value.item()!r}"
     return shape_text(value)
-
-
-def _described_container(value: Any, depth: int) -> str:
-    kind = type(value).__name__
-    if depth == 0:
-        return f"{kind} of {len(value):,}"
-    if isinstance(value, Mapping):
-        entries = (f"{_described(key, 0)}: {_described(value[key], depth - 1)}" for key in value)
-    else:
-        entries = (_described(entry, depth - 1) for entry in value)
-    inside = first_few(entries, len(value), _ENTRIES)
-    if type(value) is tuple and len(value) == 1:
-        inside += ","
-    brackets: dict[type, Sequence[str]] = {dict: "{}", list: "[]", tuple: "()", set: "{}"}
-    left, right = brackets.get(type(value), (f"{kind}(", ")"))
-    return f"{left}{inside}{right}"
 
 
 def _cut(text: str) -> str:
