@@ -325,13 +325,7 @@ def place_of(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
     names = source_info_util.current_name_stack() + stack
     traceback = equation.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
-        try:
-            yield
-        except FloatingPointError as error:  # of `jax_debug_nans`, which shows only our lines
-            if not any(note.startswith("jmp.") for note in getattr(error, "__notes__", ())):
-                line = source_info_util.summarize(equation.source_info)
-                error.add_note(f"jmp.autocast computed {equation.primitive.name}, of {line}")
-            raise
+        yield
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[str, int]]:

@@ -317,10 +317,8 @@ def way_to_parameters(tree: Any) -> str:
     ''
     """
     models = jax.tree.leaves(tree, is_leaf=lambda node: framework_of(node) in _PARAMETERS)
-    for framework in filter(None, map(framework_of, models)):
-        if framework in _PARAMETERS:
-            return f" For a model of {framework} it is {_PARAMETERS[framework]}."
-    return ""
+    found = [framework for framework in map(framework_of, models) if framework in _PARAMETERS]
+    return f" For a model of {found[0]} it is {_PARAMETERS[found[0]]}." if found else ""
 
 
 def _model_class(value: Any) -> tuple[str, str] | None:

@@ -176,11 +176,9 @@ def _checked_dtype(dtype: Any, name: str) -> ScalarType | None:
     if name == "product_dtype" and isinstance(dtype, str) and dtype in ("f8", "float8"):
         return _FLOAT8
     checked = scalar_type(floating_dtype(dtype, name))
-    allowed = _OPTIONAL.get(name, (checked.__name__,))
-    if checked.__name__ not in allowed:
-        raise ValueError(
-            f"{name} got {checked.__name__}; expected {' or '.join(allowed)}, or None."
-        )
+    if name in _OPTIONAL and checked.__name__ not in _OPTIONAL[name]:
+        expected = f"{' or '.join(_OPTIONAL[name])}, or None"
+        raise ValueError(f"{name} got {checked.__name__}; expected {expected}.")
     return checked
 
 

@@ -28,7 +28,7 @@ import jax
 from jmp.autocasting._autocast import lowered
 from jmp.autocasting._request import MODULE, POLICY
 from jmp.dtypes import FLOAT32, is_half
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, path_string
 
@@ -104,7 +104,8 @@ def storage_rules(
         policy,
         fallback=lambda path, classes: of_norms if is_in_norm(path, classes) else None,
     )
-    found.refuse_float8("cast_params")
+    for each in (policy, *(get_policy(asked) for _, asked in rules or ())):
+        refuse_float8(each, "cast_params")
     return found
 
 
@@ -144,7 +145,7 @@ class ModulePolicies:
       name_scopes: whether rules name scopes too, such as a scope of `jax.named_scope`, if no rule
         names a module around it.
 
-    Raises: ValueError if the policy or a rule has a float8.
+    Raises: ValueError if the policy has a float8.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class ModulePolicies:
         self.statistics_dtype = policy_of_norms(self.policy, rules).param_dtype
         # The default is an object of its own: a rule may give the very policy of the whole.
         self.rules = PolicyRules(rules or (), dataclasses.replace(self.policy))
-        self.rules.refuse_float8("An adapter")
+        refuse_float8(self.policy, "An adapter")
         self._options: Any = {
             name: value if isinstance(value, str) or not isinstance(value, Iterable) else (*value,)
             for name, value in options.items()
@@ -171,8 +172,7 @@ class ModulePolicies:
         asked = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
         halves = [each.compute_dtype for each in asked if is_half(each.compute_dtype)]
         self.lowered = halves[0] if halves else self.policy.compute_dtype
-        given = tuple(self._options.items())
-        self._key: Any = (self.policy, rules, given, keep_dtypes)
+        self._key: Any = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModulePolicies) and self._key == other._key

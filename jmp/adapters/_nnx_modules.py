@@ -116,9 +116,8 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 
 def _differ(before: "SplitModule", after: "SplitModule") -> bool:
     """Returns whether a Variable has changed, or whether attributes came or went."""
-    if after.where != before.where:
-        return True
-    return any(array is not before[path] for path, array in after.items())
+    is_same_graph = after.where == before.where
+    return not is_same_graph or any(array is not before[path] for path, array in after.items())
 
 
 @contextlib.contextmanager
@@ -212,8 +211,8 @@ def cast_in_place(
         if isinstance(variable, nnx.BatchStat):
             dtype: DTypeLike = FLOAT32
         elif policy_for is not None and isinstance(variable, nnx.Param):
-            name = "/".join(map(str, path))
-            dtype = policy_for(name, classes_around(path, classes)).param_dtype
+            policy = policy_for("/".join(map(str, path)), classes_around(path, classes))
+            dtype = policy.param_dtype
         else:
             continue
         value = variable.get_value()

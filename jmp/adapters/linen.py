@@ -332,16 +332,14 @@ class TrainState(train_state.TrainState):
           extra_args: further arguments of `tx.update`, such as `{"value": loss}` for
             `optax.contrib.reduce_on_plateau`.
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. If the step is skipped
-            they stay as they were, like the parameters. A field that is computed from the *new*
+            arrays stay as they were, like the parameters. A field that is computed from the *new*
             parameters, such as their average, is selected after this call, with `grads_finite` of
             the new state.
 
         Raises:
           TypeError: a field that the state does not have; None as gradients.
-          ValueError: a static field, such as `tx`, which a skipped step could not leave as it was;
-            gradients of another structure than the parameters.
+          ValueError: gradients of another structure than the parameters.
         """
-        _check_not_static(self, kwargs)
         given: Self = self
         if extra_args:
             tx = as_transformation(self.tx, "apply_gradients", "tx")
@@ -351,21 +349,11 @@ class TrainState(train_state.TrainState):
             new: Self = super(TrainState, given).apply_gradients(  # type: ignore[no-untyped-call]
                 grads=grads, **kwargs
             )
-        moved = {"step", "params", *kwargs}
+        moved = {"step", "params", *kwargs} & {*_array_fields(self)}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
         kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
-        return new.replace(opt_state=opt_state, tx=self.tx, **kept)
-
-
-def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:
-    static = {field.name for field in dataclasses.fields(state)} - set(_array_fields(state))
-    if static & given.keys():
-        raise ValueError(
-            f"apply_gradients got the static fields {', '.join(sorted(static & given.keys()))}; "
-            "expected fields of arrays, which a skipped step can leave as they were. Write "
-            "state.apply_gradients(grads=grads).replace(...) for the others."
-        )
+        return new.replace(opt_state=opt_state, tx=kwargs.get("tx", self.tx), **kept)
 
 
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
