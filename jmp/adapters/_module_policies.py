@@ -3,8 +3,8 @@
 - `ModulePolicies`: how they compute. Autocast sees operations, not modules. So while a model is
   traced, each module that a rule names runs under a name scope that says the rule's policy, which
   autocast reads. Modules that no rule names open no scope and compute with the policy of the whole.
-- `marked_class`: opens the scope for frameworks that do not let method calls be intercepted (nnx,
-  Equinox): a module that a rule names is given a subclass of its class. Flax linen and Haiku have
+- `mark`: opens the scope for frameworks that do not let method calls be intercepted (nnx, Equinox):
+  it gives a module that a rule names a subclass of its class. Flax linen and Haiku have
   interceptors.
 - `ModuleScopes`: takes the place of `ModulePolicies` for diagnostics, which ask where an operation
   is. Every method of every module then runs in a scope that names the module's path.
