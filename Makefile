@@ -49,20 +49,11 @@ ON_NEWEST := --core tests/test_properties.py tests/adapters/test_nnx.py \
 	tests/autocasting/test_autocast_interface.py tests/autocasting/test_autocast_loops.py \
 	tests/autocasting/test_autocast_transformations.py tests/autocasting/test_newer_forms.py
 
-# Flags of JAX 0.12 that trace remat and custom derivatives in forms to come, and what meets them.
-NEWER_FORMS := REMAT3 CUSTOM_JVP3 CUSTOM_VJP3
-IN_NEWER_FORMS := --core tests/autocasting/test_autocast_custom_derivatives.py \
-	tests/autocasting/test_autocast_transformations.py
-
 .PHONY: test-all
 test-all: docs targets  ## Run every test: also programs for GPUs and TPUs, the site, the newest JAX; twenty minutes.
 	JAX_PLATFORMS=cpu .venv-test/bin/python -m pytest $(IN_PARALLEL)
 	JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) $(ON_NEWEST)
-	for flag in $(NEWER_FORMS); do \
-		env JAX_$$flag=1 JAX_PLATFORMS=cpu .venv-jax-0.12/bin/python -m pytest $(IN_PARALLEL) \
-			$(IN_NEWER_FORMS) || exit 1; \
-	done
-	@echo "Every test ran on JAX $(JAXLIB), a part of them on JAX 0.12 and in its newer forms. Left to others:" \
+	@echo "Every test ran on JAX $(JAXLIB), a part of them on JAX 0.12. Left to others:" \
 		"make test-matrix (every test on each version), make public-models."
 
 .PHONY: quick quick-list

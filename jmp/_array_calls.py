@@ -19,8 +19,6 @@ from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string, stands_f
 class Untrained(str):
     """A name in a key path of an array that is not differentiated, such as a running mean."""
 
-    __slots__ = ()
-
 
 def is_trained(path: tuple[Any, ...]) -> bool:
     """Returns whether a key path has no `Untrained` name."""
@@ -60,10 +58,9 @@ def take_arrays(
     {'train': True, 'x': Array([2., 2.], dtype=float32)}
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-    are_taken = list(map(is_taken, leaves))
-    arrays = [leaf for leaf, taken in zip(leaves, are_taken, strict=True) if taken]
-    rest = (None if taken else leaf for leaf, taken in zip(leaves, are_taken, strict=True))
-    return arrays, StaticPart(structure, tuple(rest))
+    arrays = [leaf for leaf in leaves if is_taken(leaf)]
+    rest = tuple(None if is_taken(leaf) else leaf for leaf in leaves)
+    return arrays, StaticPart(structure, rest)
 
 
 class ArrayCall:

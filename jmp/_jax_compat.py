@@ -1,13 +1,11 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
 Params = Mapping[str, Any]
@@ -73,7 +71,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
     """Yields the open jaxprs among an equation's parameters."""
-    held = equation.params.get("_prim")  # of a newer form, see `in_older_form`
+    held = equation.params.get("_prim")  # what JAX traces under flags such as `jax_scan3`
     for parameter in (equation.params if held is None else held.params).values():
         for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             inner = getattr(item, "jaxpr", item)
@@ -84,57 +82,6 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
 def holds_functions(equation: core.JaxprEqn) -> bool:
     """Returns whether a jaxpr is among an equation's parameters."""
     return next(inner_jaxprs(equation), None) is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class Higher:
-    """A primitive of a newer form: what is bound in place of the older one.
-
-    Not a tuple: nobody looks for jaxprs in it.
-    """
-
-    primitive: Any
-    held: Any  # an object that has all parameters
-
-
-FLAGS = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_scan3")
-
-
-def has_newer_forms() -> bool:
-    """Returns whether JAX was told to trace remat, custom derivatives or scan in newer forms."""
-    return any(getattr(jax.config, flag, False) for flag in FLAGS)
-
-
-def in_older_form(equation: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns a remat, a name or a custom derivative of a newer form as an equation of the older.
-
-    In a newer form one primitive holds an object, by whose class it is known. It is what `bind`
-    binds, so that rules of derivatives stay what they are.
-    """
-    held = equation.params.get("_prim")
-    if held is None or held.effects:
-        return equation
-    name, higher = type(held).__name__, Higher(equation.primitive, held)
-    if name == "CheckpointName":
-        return equation.replace(primitive=core.primitives.name_p, params=held.params)
-    if name == "RematTraced":
-        params = {"prevent_cse": True, **held.params, "differentiated": False, "higher": higher}
-        return equation.replace(primitive=core.primitives.remat_p, params=params)
-    if name not in ("CustomJVPTraced", "CustomVJPTraced"):
-        return equation
-    is_vjp = name == "CustomVJPTraced"
-    closed, *others = held.in_avals
-    if is_vjp and jax.tree.leaves(others[0]):  # its rule closes over what the function does not
-        return equation
-    params = {
-        "call_jaxpr": held.traced.jaxpr,
-        "name": held.traced.fun_name,
-        "num_consts": len(jax.tree.leaves(closed)),
-        "higher": higher,
-    }
-    primitives = core.primitives
-    older = primitives.custom_vjp_call_p if is_vjp else primitives.custom_jvp_call_p
-    return equation.replace(primitive=older, params=params)
 
 
 def is_jit(equation: core.JaxprEqn) -> bool:
@@ -357,10 +304,6 @@ def empty_name_stack() -> Any:
 
 def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
     """Binds a primitive as a jaxpr's interpreter does; returns a list of results."""
-    if "higher" in params:
-        return list(params["higher"].primitive.bind(*operands, _prim=params["higher"].held))
-    if primitive is core.primitives.name_p:  # the form that JAX's flags ask for
-        return [checkpoint_name(*operands, **params)]
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
@@ -376,13 +319,7 @@ def place_of(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
     names = source_info_util.current_name_stack() + stack
     traceback = equation.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
-        try:
-            yield
-        except FloatingPointError as error:  # of `jax_debug_nans`, which shows only our lines
-            if not any(note.startswith("jmp.") for note in getattr(error, "__notes__", ())):
-                line = source_info_util.summarize(equation.source_info)
-                error.add_note(f"jmp.autocast computed {equation.primitive.name}, of {line}")
-            raise
+        yield
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[str, int]]:

@@ -1,9 +1,9 @@
 """Parts of a package that are loaded at their first use, not with the package (PEP 562)."""
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from types import ModuleType
 
 # The extras of jmp; each installs the package of its name.
@@ -42,14 +42,8 @@ def loaded_when_touched(
             ) from error
 
     def names() -> list[str]:
-        can_load = (name for name, needs in parts.items() if not needs or _is_installed(needs))
+        # A package is looked for, and not imported.
+        can_load = [name for name, needs in parts.items() if not needs or find_spec(needs)]
         return sorted({*vars(sys.modules[package]), *can_load})
 
     return load, names
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None  # without importing it
-    except ValueError:  # a stand-in for it, which has no spec
-        return package in sys.modules

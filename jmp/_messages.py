@@ -6,7 +6,7 @@ The text of each stands where it is raised. Here, in this order:
   - values in a few words: `described`, and what it does for names, arrays and trees. A user's value
     may be a whole optimizer state or ten megabytes of text: a message says what it is, never all
     that is in it;
-  - names that are near: `did_you_mean`;
+  - names in another spelling: `did_you_mean`;
   - models of frameworks: which one (`framework_of`), and which call takes it (`way_out`,
     `way_to_parameters`). They are recognised by the names of their classes: whoever has a model has
     imported its framework, so that nothing is imported here;
@@ -14,17 +14,17 @@ The text of each stands where it is raised. Here, in this order:
   - the warning about DeepMind's files among ours: `warn_of_mixed_files`.
 """
 
-import difflib
 import functools
 import inspect
 import itertools
 import numbers
 import os
 import re
+import reprlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -135,24 +135,49 @@ def refuse_other_models(value: object, caller: str, name: str, own: str, expecte
         raise wrong(TypeError, caller, value, expected, name=name, more=way_out(value))
 
 
-_TEXT = 60  # characters of a text that are shown
-_ENTRIES = 4  # of a container
-_DEPTH = 2  # containers in containers
+_TEXT = 60  # characters of a text or a name that are shown
 _LENGTH = 240  # of a whole description
 
 
 def described(value: object) -> str:
     """Returns a short text that says what a value is: its kind, dtype, shape or structure.
 
-    Arrays are not printed, except scalars; texts and containers are cut, with their sizes.
+    Arrays are not printed, except scalars; texts and containers are cut.
 
     >>> described({"w": jnp.ones((2, 3)), "steps": [1] * 100})
-    "{'w': float32[2,3], 'steps': [1, 1, 1, 1 and 96 more]}"
-    >>> described("p=" * 1000)[-20:]
-    '. (2,000 characters)'
+    "{'steps': [1, 1, 1, 1, ...], 'w': float32[2,3]}"
     """
-    text = _described(value, _DEPTH)
+    text = _Description().repr(value)
     return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 4]} ..."
+
+
+class _Description(reprlib.Repr):
+    """Cuts texts and containers as `reprlib` does; says of other objects only their kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxstring = _TEXT
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Whole numbers may have more digits than Python prints."""
+        return repr(x) if x.bit_length() <= 128 else f"an int of {x.bit_length():,} bits"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Objects of classes that `reprlib` does not know."""
+        if isinstance(x, (np.generic, np.ndarray, jax.Array)):
+            return _described_array(x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return f"ShapeDtypeStruct {shape_text(x)}"
+        if x is None or isinstance(x, (bool, float, complex, np.dtype)):
+            return repr(x)
+        if isinstance(x, type):
+            return f"the class {_cut(x.__name__)}"
+        if inspect.isroutine(x):
+            return f"the {'method' if inspect.ismethod(x) else 'function'} {function_name(x)}"
+        name = _cut(type(x).__name__)
+        return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
 def listed(names: Iterable[object], most: int = 8) -> str:
@@ -215,34 +240,6 @@ def where_trees_differ(first: Any, second: Any) -> str:
     return "; ".join(words) or same_paths
 
 
-def _described(value: Any, depth: int) -> str:
-    if isinstance(value, (str, bytes)):
-        cut = repr(value[:_TEXT])
-        unit = "characters" if isinstance(value, str) else "bytes"
-        return cut if len(value) <= _TEXT else f"{cut}... ({len(value):,} {unit})"
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
-        return _described_array(value)
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return f"ShapeDtypeStruct {shape_text(value)}"
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length():,} bits"
-    if value is None or isinstance(value, (bool, int, float, complex, np.dtype)):
-        return repr(value)
-    if isinstance(value, type):
-        return f"the class {_cut(value.__name__)}"
-    if inspect.ismodule(value):
-        return f"the module {_cut(value.__name__)}"
-    if isinstance(value, functools.partial):
-        return f"a partial of {described(value.func)}"
-    if inspect.isroutine(value):
-        return f"the {'method' if inspect.ismethod(value) else 'function'} {function_name(value)}"
-    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-    if isinstance(value, (Mapping, Sequence, Set)) and not is_named:
-        return _described_container(value, depth)
-    name = _cut(type(value).__name__)
-    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
-
-
 def _described_array(value: Any) -> str:
     if isinstance(value, jax.core.Tracer):
         return f"traced {shape_text(value)}"
@@ -254,72 +251,21 @@ def _described_array(value: Any) -> str:
     return shape_text(value)
 
 
-def _described_container(value: Any, depth: int) -> str:
-    kind = type(value).__name__
-    if depth == 0:
-        return f"{kind} of {len(value):,}"
-    if isinstance(value, Mapping):
-        entries = (f"{_described(key, 0)}: {_described(value[key], depth - 1)}" for key in value)
-    else:
-        entries = (_described(entry, depth - 1) for entry in value)
-    inside = first_few(entries, len(value), _ENTRIES)
-    if type(value) is tuple and len(value) == 1:
-        inside += ","
-    brackets: dict[type, Sequence[str]] = {dict: "{}", list: "[]", tuple: "()", set: "{}"}
-    left, right = brackets.get(type(value), (f"{kind}(", ")"))
-    return f"{left}{inside}{right}"
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text):,} characters)"
 
 
-# Names in other libraries, as `_spelt_out` writes them, in the order in which hints name them.
-_ALIASES = {
-    "mixed_float16": "float16 mixed mixedhalf mixedprecision amp auto",
-    "mixed_bfloat16": "bfloat16 brainfloat16 mixed mixedhalf mixedprecision amp auto o4",
-    "mixed_float8": "float8",
-    "float16": "float16",
-    "bfloat16": "bfloat16 brainfloat16",
-    "f8_e4m3fn": "float8",
-    "float32": "mixedfloat32 float tf32 single no none",
-    "float64": "double",
-    "params": "param paramdtype",
-    "compute": "computation computedtype",
-    "output": "out outputdtype",
-}
-
-
 def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the known names that are nearest; "" if no name is near.
+    """Returns " Did you mean ...?" with the known names that a text spells in another way; else "".
 
-    >>> did_you_mean("fp16", ["float16", "bfloat16"])
-    " Did you mean 'float16'?"
+    >>> did_you_mean("fp16", ["mixed_float16", "float16", "bfloat16"])
+    " Did you mean 'mixed_float16' or 'float16'?"
     """
-    if len(text) > _TEXT:
-        return ""
-    known = list(known)
-    spelt = {_plain(name): name for name in known}
-    plain = _plain(text)
-    found = [spelt[plain]] if plain in spelt else []
-    if not found:
-        plain = _spelt_out(plain)
-        found = [name for name in _ALIASES if name in known and plain in _ALIASES[name].split()]
-    if not found:
-        near = difflib.get_close_matches(plain, spelt, n=1, cutoff=0.75)
-        found = [spelt[name] for name in near]
+    spelt = re.sub(r"\s", "", text.lower()).rpartition(".")[2]  # "float 16", "torch.float16"
+    spelt = re.sub("^(.+)-mixed$", r"mixed_\1", spelt)  # "bf16-mixed", of PyTorch Lightning
+    spelt = re.sub(r"(?<![a-z\d])(b?)(?:fp?)?(?=\d)", r"\1float", spelt)  # "fp16", "bf16"
+    found = [name for name in known if f"_{name.lower()}".endswith(f"_{spelt}")]
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
-
-
-def _plain(text: str) -> str:
-    """Without case, separators and the library's name: "torch.float16" is "float16"."""
-    return re.sub(r"^(torch|np|numpy|jnp|jax\.numpy|tf)\.|[\s_-]", "", text.lower())
-
-
-def _spelt_out(plain: str) -> str:
-    """With "float" for its short forms: "fp8mixed" is "mixedfloat8", "bf16" is "bfloat16"."""
-    plain = re.sub(r"^(.+)mixed$", r"mixed\1", plain)
-    return re.sub(r"(^|mixed)(b?)(?:fp?)?(?=\d)", r"\1\2float", plain)
 
 
 # The classes of models, by module and name, and the call that runs such a model in half.
@@ -371,10 +317,8 @@ def way_to_parameters(tree: Any) -> str:
     ''
     """
     models = jax.tree.leaves(tree, is_leaf=lambda node: framework_of(node) in _PARAMETERS)
-    for framework in filter(None, map(framework_of, models)):
-        if framework in _PARAMETERS:
-            return f" For a model of {framework} it is {_PARAMETERS[framework]}."
-    return ""
+    found = [framework for framework in map(framework_of, models) if framework in _PARAMETERS]
+    return f" For a model of {found[0]} it is {_PARAMETERS[found[0]]}." if found else ""
 
 
 def _model_class(value: Any) -> tuple[str, str] | None:

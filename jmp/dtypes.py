@@ -36,8 +36,8 @@ dtype_to_names: dict[type, tuple[str, ...]] = {
 for _name in sorted(name for name in dir(jnp) if name.startswith("float8_")):
     dtype_to_names[np.dtype(getattr(jnp, _name)).type] = (_name.replace("float", "f"), _name)
 _name_to_dtype = {name: np.dtype(t) for t, names in dtype_to_names.items() for name in names}
-_wide_names = [name for name in _name_to_dtype if not name.startswith(("f8_", "float8_"))]
-_KNOWN = f"one of {', '.join(_wide_names)}, or a float8 dtype such as float8_e4m3fn"
+_WIDE = tuple(name for name in _name_to_dtype if not name.startswith(("f8_", "float8_")))
+_KNOWN = f"one of {', '.join(_WIDE)}, or a float8 dtype such as float8_e4m3fn"
 
 
 class ScalarType(Protocol):
@@ -82,9 +82,9 @@ def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     "half" asks the default device (see `half_dtype`); every other name touches no device.
 
     Args:
-      others: what else the user may have meant, for the error.
+      others: names of something else that is expected too, for the error.
 
-    Raises: ValueError that lists the known names, and says which is nearest.
+    Raises: ValueError that lists the known names.
 
     >>> parse_dtype("bf16")
     dtype(bfloat16)
@@ -92,9 +92,10 @@ def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:
     if name == "half":
         return np.dtype(half_dtype())
     if name not in _name_to_dtype:
+        known = ("half", *_WIDE, *others)
         raise ValueError(
             f"Unknown dtype {described(name)}.{did_you_mean(name, [*others, *_name_to_dtype])} "
-            f"Expected 'half' (the platform's half precision) or {_KNOWN}."
+            f"Expected one of {', '.join(known)}, or a float8 dtype such as float8_e4m3fn."
         )
     return _name_to_dtype[name]
 

@@ -8,7 +8,6 @@ exceptions. Text and policies convert both ways: `get_policy("p=f32,c=f16,o=f32"
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jmp.dtypes import (
     ScalarType,
     dtype_to_names,
     floating_dtype,
-    is_castable,
     is_half,
     parse_dtype,
     scalar_type,
@@ -163,38 +161,25 @@ def _given_dtypes(policy: Policy) -> dict[str, Any]:
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
-# Fields that may be None: which dtypes they take, and what the error says of any other.
-_OPTIONAL: dict[str, tuple[Callable[[np.dtype], bool], str]] = {
-    "reduce_dtype": (
-        is_castable,
-        ", in which nothing can be added up; expected float32, bfloat16, float16 or float64, or "
-        "None, which leaves the choice to XLA.",
-    ),
-    "product_dtype": (
-        lambda dtype: dtype == np.dtype(_FLOAT8),
-        "; expected 'f8' (float8_e4m3fn), or None, which leaves products in the compute dtype.",
-    ),
-    "result_dtype": (
-        lambda dtype: dtype == FLOAT32,
-        "; expected 'f32' (float32), in which half products are added up, or None, which rounds "
-        "them to the compute dtype.",
-    ),
+# The dtypes that the fields that may be None take.
+_OPTIONAL = {
+    "reduce_dtype": ("float32", "bfloat16", "float16", "float64"),
+    "product_dtype": ("float8_e4m3fn",),
+    "result_dtype": ("float32",),
 }
 
 
 def _checked_dtype(dtype: Any, name: str) -> ScalarType | None:
     """Returns the scalar type of a field; raises TypeError or ValueError for a wrong one."""
-    if name not in _OPTIONAL:
-        return scalar_type(floating_dtype(dtype, name))
-    if dtype is None:
+    if dtype is None and name in _OPTIONAL:
         return None
     if name == "product_dtype" and isinstance(dtype, str) and dtype in ("f8", "float8"):
         return _FLOAT8
-    normalised = floating_dtype(dtype, name)
-    is_allowed, complaint = _OPTIONAL[name]
-    if not is_allowed(normalised):
-        raise ValueError(f"{name} got {normalised}{complaint}")
-    return scalar_type(normalised)
+    checked = scalar_type(floating_dtype(dtype, name))
+    if name in _OPTIONAL and checked.__name__ not in _OPTIONAL[name]:
+        expected = f"{' or '.join(_OPTIONAL[name])}, or None"
+        raise ValueError(f"{name} got {checked.__name__}; expected {expected}.")
+    return checked
 
 
 def refuse_float8(policy: Policy, caller: str) -> None:
@@ -277,8 +262,12 @@ def get_policy(policy: str | Policy) -> Policy:
         expected = "a Policy or text such as 'mixed_float16' or 'p=f32,c=f16,o=f32'"
         raise wrong(TypeError, "get_policy", policy, expected)
     parts = [part.strip() for part in policy.split(",")]
-    is_named = "=" not in parts[0] and bool(parts[0] or len(parts) == 1)
-    given = _dtypes_called(parts.pop(0)) if is_named else {}
+    if parts[0] in _NAMED:
+        parts = [*_NAMED[parts[0]].split(","), *parts[1:]]
+    given: dict[str, Any] = {}
+    if "=" not in parts[0]:
+        dtype = parse_dtype(parts.pop(0), _NAMED)
+        given = {"param_dtype": dtype, "compute_dtype": dtype, "output_dtype": dtype}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _FIELDS:
@@ -296,20 +285,6 @@ def get_policy(policy: str | Policy) -> Policy:
     given.setdefault("compute_dtype", given["param_dtype"])
     given.setdefault("output_dtype", given["compute_dtype"])
     return Policy(**given)
-
-
-def _dtypes_called(name: str) -> dict[str, Any]:
-    """Returns the dtypes of a named policy, or of one dtype for all three, by field."""
-    if name in _NAMED:
-        return _given_dtypes(get_policy(_NAMED[name]))
-    try:
-        dtype = parse_dtype(name, _NAMED)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Named policies are {', '.join(_NAMED)}; fields are written "
-            "'p=f32,c=f16,o=f32'."
-        ) from None
-    return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), dtype)
 
 
 # This attribute marks functions and classes of modules that compute with a policy, and the update

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jmp._messages import PrecisionWarning, described, first_few, listed, users_stacklevel, wrong
-from jmp.policy import Policy, get_policy, refuse_float8
+from jmp.policy import Policy, get_policy
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
 Rule = tuple[Target, str | Policy]
@@ -115,11 +115,6 @@ class PolicyRules:
     def unused(self) -> list[str]:
         """The targets of the user's rules that have not matched yet."""
         return [_target_text(self._rules[index][0]) for index in self._unused]
-
-    def refuse_float8(self, caller: str) -> None:
-        """Raises ValueError, with the name of `caller`, if the default or a rule has a float8."""
-        for policy in (self.default, *(policy for _, policy in self._rules)):
-            refuse_float8(policy, caller)
 
     def warn_unused(self) -> None:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""

@@ -273,9 +273,6 @@ class LeftOut:
     """A placeholder for a function in an exported tree: it equals any function, and cannot be
     called."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
     def __eq__(self, other: object) -> bool:
         return callable(other)
 
@@ -283,7 +280,7 @@ class LeftOut:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"{self._name} was left out when the program was exported. Put it back into the state "
+            "This function was left out when the program was exported. Put it back into the state "
             "that the program returned: state.replace(apply_fn=..., tx=...)."
         )
 
@@ -294,5 +291,5 @@ def _left_out(value: object) -> Any:
 
 def _as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return LeftOut(value["left out"])
+        return LeftOut()
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

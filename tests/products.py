@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp import _jax_compat
-
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -46,8 +44,8 @@ def equations(jaxpr):
     """Yields every equation of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
-        params = _jax_compat.in_older_form(equation).params
-        for value in jax.tree.leaves(list(params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+        params = list(equation.params.values())
+        for value in jax.tree.leaves(params, is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)

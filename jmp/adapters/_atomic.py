@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp._messages import framework_of, refuse_other_models, users_stacklevel, wrong
+from jmp._messages import refuse_other_models, users_stacklevel, wrong
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import UnscaledLossWarning, pair_of, scaled_value_and_grad
 from jmp.loss_scaling._scales import NoOpLossScale
@@ -30,10 +30,7 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
 def grads_finite_in(opt_state: optax.OptState) -> jax.Array:
     """Returns whether the last step was taken, a bool scalar; True if no gradient is checked."""
     scaling = find_loss_scaling(opt_state)
-    if scaling is None:
-        return jnp.array(True)
-    is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
-    return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
+    return jnp.array(True) if scaling is None else scaling.grads_finite
 
 
 def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
@@ -121,8 +118,7 @@ def check_step(loss_fn: object, model: object, own: str, kind: str) -> None:
       own: the framework whose models are taken, or "" if parameters are.
       kind: what the model should be.
     """
-    is_swapped = framework_of(loss_fn) and callable(model) and not framework_of(model)
-    if not callable(loss_fn) or is_swapped:
+    if not callable(loss_fn):
         expected = "a function of the model"
         raise wrong(TypeError, "train_step", loss_fn, expected, name="loss_fn", more=_ORDER)
     name = "model" if own else "params"
@@ -159,12 +155,11 @@ def take_step(
         loss_fn, loss_scale_in(opt_state), has_aux=has_aux or state is not None
     )
     value, gradients = differentiate(params, *given)
-    loss, new_state, aux = value, None, None
-    if state is not None:
-        loss, more = value
+    loss, more = value if state is not None or has_aux else (value, None)
+    if state is None:
+        new_state, aux = None, more
+    else:
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
-    elif has_aux:
-        loss, aux = value
     extra_args = {"value": loss, **(extra_args or {})}
     updates, new_opt_state = update(gradients, opt_state, params, **extra_args)
     new_params = optax.apply_updates(params, updates)

@@ -3,8 +3,8 @@
 - `ModulePolicies`: how they compute. Autocast sees operations, not modules. So while a model is
   traced, each module that a rule names runs under a name scope that says the rule's policy, which
   autocast reads. Modules that no rule names open no scope and compute with the policy of the whole.
-- `marked_class`: opens the scope for frameworks that do not let method calls be intercepted (nnx,
-  Equinox): a module that a rule names is given a subclass of its class. Flax linen and Haiku have
+- `mark`: opens the scope for frameworks that do not let method calls be intercepted (nnx, Equinox):
+  it gives a module that a rule names a subclass of its class. Flax linen and Haiku have
   interceptors.
 - `ModuleScopes`: takes the place of `ModulePolicies` for diagnostics, which ask where an operation
   is. Every method of every module then runs in a scope that names the module's path.
@@ -21,15 +21,14 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from jmp.autocasting._autocast import lowered
-from jmp.autocasting._request import MODULE, policy_scope
+from jmp.autocasting._request import MODULE, POLICY
 from jmp.dtypes import FLOAT32, is_half
-from jmp.policy import Policy, get_policy
+from jmp.policy import Policy, get_policy, refuse_float8
 from jmp.rules import PolicyRules, Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, path_string
 
@@ -105,7 +104,8 @@ def storage_rules(
         policy,
         fallback=lambda path, classes: of_norms if is_in_norm(path, classes) else None,
     )
-    found.refuse_float8("cast_params")
+    for each in (policy, *(get_policy(asked) for _, asked in rules or ())):
+        refuse_float8(each, "cast_params")
     return found
 
 
@@ -142,9 +142,10 @@ class ModulePolicies:
       options: keyword arguments of `jmp.autocast`.
       keep_dtypes: whether a module whose `dtype` field says float32 computes in float32, unless a
         rule matches it.
+      name_scopes: whether rules name scopes too, such as a scope of `jax.named_scope`, if no rule
+        names a module around it.
 
-    Raises: ValueError if policy and rules name two half dtypes, or one a float8, or a rule a
-      `reduce_dtype` that is not the policy's.
+    Raises: ValueError if the policy has a float8.
     """
 
     def __init__(
@@ -154,34 +155,23 @@ class ModulePolicies:
         options: Mapping[str, Any],
         *,
         keep_dtypes: bool = False,
+        name_scopes: bool = False,
     ) -> None:
         rules = None if rules is None else tuple(rules)  # read more than once
         self.policy = get_policy(policy)
         self.statistics_dtype = policy_of_norms(self.policy, rules).param_dtype
         # The default is an object of its own: a rule may give the very policy of the whole.
         self.rules = PolicyRules(rules or (), dataclasses.replace(self.policy))
-        self.rules.refuse_float8("An adapter")
+        refuse_float8(self.policy, "An adapter")
         self._options: Any = {
             name: value if isinstance(value, str) or not isinstance(value, Iterable) else (*value,)
             for name, value in options.items()
         }
         self._keep_dtypes = keep_dtypes
-        others = [get_policy(policy) for _, policy in rules or ()]
-        for other in others:
-            if other.reduce_dtype not in (None, self.policy.reduce_dtype):
-                raise ValueError(
-                    f"A rule asks for '{other}', the policy of the model is '{self.policy}'; "
-                    "expected one reduce_dtype a model. Give it in the policy of the model, such "
-                    "as 'mixed_float16,r=f32'."
-                )
-        halves = {p.compute_dtype for p in (self.policy, *others) if is_half(p.compute_dtype)}
-        if len(halves) > 1:
-            names = " and ".join(sorted(half.__name__ for half in halves))
-            raise ValueError(
-                f"A policy and its rules ask for products in {names}; expected one half dtype a "
-                "model. Wrap the part that differs separately: the inner policy holds there."
-            )
-        self.lowered = next(iter(halves), self.policy.compute_dtype)
+        self._name_scopes = name_scopes
+        asked = [self.policy, *(get_policy(policy) for _, policy in rules or ())]
+        halves = [each.compute_dtype for each in asked if is_half(each.compute_dtype)]
+        self.lowered = halves[0] if halves else self.policy.compute_dtype
         self._key: Any = (self.policy, rules, tuple(self._options.items()), keep_dtypes)
 
     def __eq__(self, other: object) -> bool:
@@ -190,39 +180,35 @@ class ModulePolicies:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def autocast(self, fun: Callable[P, R], *, name_scopes: bool = False) -> Callable[P, R]:
-        """Returns `fun` under autocast, for code that runs inside `in_force`.
-
-        Args:
-          name_scopes: whether rules name scopes too, such as a scope of `jax.named_scope`, if no
-            rule names a module around it. Autocast then warns of unused rules itself, if the policy
-            or a rule is half.
-        """
+    def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
+        """Returns `fun` under autocast, for code that runs inside `in_force`."""
         half, full = self.lowered, FLOAT32_POLICY.param_dtype
         policy = dataclasses.replace(
             self.policy, param_dtype=full, compute_dtype=half, output_dtype=half
         )
-        rules = self.rules if name_scopes else None
+        rules = self.rules if self._name_scopes else None
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Makes these the rules that hold, instead of the rules of a wrapped model around this
-        one."""
+        """Makes these the rules that hold, instead of the rules of a wrapped model around this one.
+
+        Warns: `UnusedRuleWarning`, at the end, for a rule that matched nothing.
+        """
         # The policy of the whole, if it is float32 and only a part is half.
-        whole = None if self.policy.compute_dtype == self.lowered else self.policy
-        with _in_force(self), self.scope(whole):
+        whole = "" if self.policy.compute_dtype == self.lowered else f"{POLICY}{self.policy}"
+        with _in_force(self), opened(whole):
             yield
+        if not (self._name_scopes and is_half(self.lowered)):  # else autocast matches scopes first
+            self.rules.warn_unused()
 
     @property
     def are_in_force(self) -> bool:
         """Whether the code being traced is inside `in_force`, and of no other wrapped model."""
         return bool(_in_force.value == self)
 
-    def named(
-        self, module: object, path: str, classes: Sequence[type], root: str = ""
-    ) -> Policy | None:
-        """Returns the policy that a rule, or the module's own `dtype`, gives a module; else None.
+    def scope_of(self, module: object, path: str, classes: Sequence[type], root: str = "") -> str:
+        """Returns the name scope of a module's policy: of a rule, or its own `dtype`; "" for none.
 
         Args:
           path: its attributes' names joined by slashes; "" is the root.
@@ -231,11 +217,10 @@ class ModulePolicies:
         """
         policy = self.rules.policy_for(path, classes, root=root)
         if policy is not self.rules.default:
-            return policy
-        if not self._keep_dtypes:
-            return None
-        dtype = getattr(module, "dtype", None)  # some modules keep an array under this name
-        return FLOAT32_POLICY if not is_array(dtype) and dtype == FLOAT32 else None
+            return f"{POLICY}{policy}"
+        dtype = getattr(module, "dtype", None) if self._keep_dtypes else None
+        is_float32 = not is_array(dtype) and dtype == FLOAT32  # some modules keep an array there
+        return f"{POLICY}{FLOAT32_POLICY}" if is_float32 else ""
 
     def match_parameters(self, params: PyTree) -> None:
         """Lets rules that name single parameters of a tree match; only `cast_params` reads them."""
@@ -247,9 +232,10 @@ class ModulePolicies:
         self.match_parameters(params)
         return cast_to_at_least_float32(params)
 
-    def scope(self, named: Policy | None) -> contextlib.AbstractContextManager[None]:
-        """Returns the context that the methods of a module run in, given what `named` returned."""
-        return contextlib.nullcontext() if named is None else policy_scope(named)
+
+def opened(scope: str) -> contextlib.AbstractContextManager[None]:
+    """Returns the context of a name scope that `scope_of` returned."""
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 # Part of the key of JAX's caches: a jitted part of a model is traced anew for other rules, whose
@@ -258,22 +244,20 @@ _in_force = jax.make_user_context(default_value=None)
 
 
 @functools.cache  # one class for all models: a structure that holds it must compare equal
-def marked_class(
-    module_type: type, base: type, policies: ModulePolicies, named: Policy | None
-) -> type:
-    """Returns a subclass of `module_type` whose methods run in the scope of the policy `named`.
+def marked_class(module_type: type, base: type, policies: ModulePolicies, scope: str) -> type:
+    """Returns a subclass of `module_type` whose methods run in a name scope.
 
     Args:
       base: the framework's class of all modules, whose own methods stay as they are.
-      named: what `ModulePolicies.named` returned; for None `module_type` itself is returned.
+      scope: what `ModulePolicies.scope_of` returned; for "" `module_type` itself is returned.
     """
-    if named is None:
+    if not scope:
         return module_type
 
     def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method, updated=())
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with policies.scope(named) if policies.are_in_force else contextlib.nullcontext():
+            with opened(scope if policies.are_in_force else ""):
                 return method(self, *args, **kwargs)
 
         return call
@@ -301,6 +285,34 @@ def subclass(module_type: type, body: Mapping[str, Any]) -> type:
 def plain_class(module_type: type) -> type:
     """Returns the class as its author wrote it."""
     return getattr(module_type, _PLAIN, module_type)
+
+
+def classes_around(
+    names: tuple[Any, ...], classes: Mapping[tuple[Any, ...], type]
+) -> tuple[type, ...]:
+    """Returns the classes of the modules around what is at the end of names, innermost first.
+
+    Args:
+      classes: the class of each module of a model, by the names that lead to it.
+    """
+    ancestors = [names[:end] for end in range(len(names), -1, -1)]
+    return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
+
+
+def mark(
+    modules: Iterable[tuple[tuple[Any, ...], Any]], base: type, policies: ModulePolicies
+) -> None:
+    """Gives each module that a rule names the class that `marked_class` makes of its own.
+
+    Args:
+      modules: the modules of a model, each behind the names that lead to it.
+    """
+    found = dict(modules)
+    classes: dict[Any, Any] = {names: type(module) for names, module in found.items()}
+    for names, module in found.items():
+        path = "/".join(map(str, names))
+        scope = policies.scope_of(module, path, classes_around(names, classes))
+        set_class(module, marked_class(classes[names], base, policies, scope))
 
 
 def set_class(module: object, module_type: type) -> None:
@@ -332,14 +344,10 @@ class ModuleScopes(ModulePolicies):
         """True: an inner model with rules of its own names its paths too."""
         return True
 
-    def autocast(self, fun: Any, *, name_scopes: bool = False) -> Any:
+    def autocast(self, fun: Any) -> Any:
         """Returns the function as it is."""
         return fun
 
-    def named(self, module: object, path: str, classes: Sequence[type], root: str = "") -> Any:
-        """Returns the path of the module."""
-        return path
-
-    def scope(self, named: Any) -> AbstractContextManager[None]:
-        """Returns the context that the methods of the module at a path run in."""
-        return jax.named_scope(f"{MODULE}{named or ''}")
+    def scope_of(self, module: object, path: str, classes: Sequence[type], root: str = "") -> str:
+        """Returns the name scope that says the path."""
+        return f"{MODULE}{path}"

@@ -7,11 +7,9 @@
   scope for an nnx module and offers no way to intercept its calls, so a module that a rule names is
   given a subclass of its class whose methods open the scope themselves. In a view it keeps that
   class; in `lift` only the copies in the trace have it.
-- `changes_between`, `check_writable`, `whole_if_it_fails`: what a call changes in modules is
-  written back as a whole or not at all. Flax empties a module before it writes it anew, and refuses
-  to write a Variable inside another trace than the one it was made in. So changes are found by
-  comparison, a change that cannot be written is refused before, and after any other error modules
-  and Variables are as they were.
+- `whole_if_it_fails`: what a call changes in modules is written back as a whole or not at all. Flax
+  empties a module before it writes it anew, and refuses to write a Variable inside another trace
+  than the one it was made in. So after an error modules and Variables are as they were.
 - `split_modules`, `merge_modules`: modules as trees, for diagnostics. JAX takes an nnx module for a
   tree, and makes two Variables of one that stands in two places. `split_modules` makes a tree too,
   with one leaf for each Variable, named as rules name it. `merge_modules` makes new modules of it,
@@ -28,11 +26,12 @@ from flax import errors, nnx
 from jax.typing import DTypeLike
 
 from jmp._array_calls import Untrained, take_arrays
-from jmp._messages import first_few
+from jmp._messages import listed
 from jmp.adapters._module_policies import (
     ModulePolicies,
     ModuleScopes,
-    marked_class,
+    classes_around,
+    mark,
     plain_class,
     set_class,
     subclass,
@@ -59,11 +58,9 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
         before = [taken_apart([model])[0] for model in models]
         with policies.in_force(), _prepared(models, policies):
             result = fun(*args, **kwargs)
-        policies.rules.warn_unused()
         after = [taken_apart([model])[0] for model in models]
-        changes = map(changes_between, before, after)
         # A model from outside of a trace may be called inside it, but not be written to.
-        changed = {i: found for i, found in enumerate(changes) if found != ()}
+        changed = [i for i, pair in enumerate(zip(before, after, strict=True)) if _differ(*pair)]
         written = [models[i] for i in changed]
         return changed, nnx.to_tree((written, result), ctxtag=tag)
 
@@ -75,9 +72,8 @@ def lift(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
         with nnx.update_context(tag):
             args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
             changed, after = lowered(*args, **kwargs)
-            for index, changes in changed.items():
-                check_writable(models[index], changes)
-            with whole_if_it_fails(*(models[index] for index in changed)):
+            written = [models[index] for index in changed]
+            with whole_if_it_fails(*written), _error_of_another_trace(written):
                 _, result = nnx.from_tree(after, is_inner=False, ctxtag=tag)
         return result
 
@@ -96,10 +92,9 @@ def _prepared(models: Sequence[Any], policies: ModulePolicies) -> Iterator[None]
     with contextlib.ExitStack() as undone:
         for model in models:
             if isinstance(model, nnx.Module):
-                for module, path, classes in _modules_with_path(model):
-                    own, named = type(module), policies.named(module, path, classes)
-                    undone.callback(set_class, module, own)
-                    set_class(module, marked_class(own, nnx.Module, policies, named))
+                for _, module in nnx.iter_modules(model):
+                    undone.callback(set_class, module, type(module))
+                mark(nnx.iter_modules(model), nnx.Module, policies)
                 policies.match_parameters(nnx.as_pure(nnx.state(model)))
         for _, variable in nnx.iter_graph(models):
             before: Any = variable.get_value() if isinstance(variable, nnx.Param) else None
@@ -119,34 +114,23 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 # Changes of a call are written back as a whole or not at all.
 
 
-def changes_between(before: "SplitModule", after: "SplitModule") -> tuple[str, ...] | None:
-    """Returns the paths of the Variables that changed; None if attributes came or went."""
-    if after.where != before.where:
-        return None
-    return tuple(path for path, array in after.items() if array is not before[path])
+def _differ(before: "SplitModule", after: "SplitModule") -> bool:
+    """Returns whether a Variable has changed, or whether attributes came or went."""
+    is_same_graph = after.where == before.where
+    return not is_same_graph or any(array is not before[path] for path, array in after.items())
 
 
-def check_writable(node: Any, changed: Sequence[str] | None) -> None:
-    """Raises `flax.errors.TraceContextError` if the changes of a call cannot be written to `node`.
-
-    Args:
-      node: a module, an optimizer or a Variable.
-      changed: the result of `changes_between`.
-    """
-    flat = nnx.to_flat_state(nnx.state([node]))
-    variables = {"/".join(map(str, path)): variable for (_, *path), variable in flat}
-    written = list(variables if changed is None else changed)
+@contextlib.contextmanager
+def _error_of_another_trace(written: Sequence[Any]) -> Iterator[None]:
+    """Says what to do if Flax refuses to write to modules, optimizers or Variables."""
     try:
-        for path in written:
-            variables[path].set_raw_value(variables[path].get_raw_value())
+        yield
     except errors.TraceContextError as error:
-        named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in written]
-        what = "attributes" if changed is None else first_few(named, len(named), most=4)
         raise errors.TraceContextError(
-            f"A call changes {what} of {type(node).__name__}, which comes from outside of the "
-            "trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the change cannot be "
-            "written back. Nothing was changed. Make the model an argument, under nnx.jit or "
-            "nnx.grad; or call model.eval() first, if it is to be evaluated."
+            f"A call changes {listed(written)}, as BatchNorm and Dropout do in training, from "
+            "outside of the trace (jax.jit, jax.grad, jax.make_jaxpr) that the call is in: the "
+            "change cannot be written back. Nothing was changed. Make the model an argument, under "
+            "nnx.jit or nnx.grad; or call model.eval() first, if it is to be evaluated."
         ) from error
 
 
@@ -183,45 +167,35 @@ def view_of(model: M, policies: ModulePolicies) -> M:
     """
     replaced = getattr(type(model), _POLICIES, None)  # if the model is a view itself
     view: M = nnx.clone(model, variables=False)
-    for module, path, classes in _modules_with_path(view):
-        if getattr(type(module), _POLICIES, None) in (None, replaced):
-            named = policies.named(module, path, classes)
-            set_class(module, _view_class(plain_class(type(module)), policies, named))
+    modules = {
+        names: module
+        for names, module in nnx.iter_modules(view)
+        if getattr(type(module), _POLICIES, None) in (None, replaced)
+    }
+    for module in modules.values():
+        set_class(module, plain_class(type(module)))
+    mark(modules.items(), nnx.Module, policies)
+    for module in modules.values():
+        set_class(module, _view_class(type(module), policies))
     return view
 
 
 @functools.cache  # one class for all views, so that their graph definitions compare equal
-def _view_class(module_type: type, policies: ModulePolicies, named: Policy | None) -> type:
+def _view_class(module_type: type, policies: ModulePolicies) -> type:
     """Returns a subclass whose `__call__` runs under autocast, if it is not inside it already."""
-    base = marked_class(module_type, nnx.Module, policies, named)
     body: dict[str, Any] = {_POLICIES: policies}
     if "__call__" in dir(module_type):
-        body["__call__"] = _lowered_call(base, policies)
-    return mark_lowered(subclass(base, body), policies.lowered)
+        as_written: Any = module_type.__call__
+        lowered = lift(as_written, policies)
 
+        @functools.wraps(as_written)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if policies.are_in_force:
+                return as_written(self, *args, **kwargs)
+            return policies.policy.cast_to_output(lowered(self, *args, **kwargs))
 
-def _lowered_call(module_type: Any, policies: ModulePolicies) -> Callable[..., Any]:
-    lowered = lift(module_type.__call__, policies)
-
-    @functools.wraps(module_type.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if policies.are_in_force:
-            return module_type.__call__(self, *args, **kwargs)
-        return policies.policy.cast_to_output(lowered(self, *args, **kwargs))
-
-    return call
-
-
-def _modules_with_path(model: nnx.Module) -> list[tuple[nnx.Module, str, tuple[type, ...]]]:
-    """Returns every module of `model`: itself, its path, and its class and those around it."""
-    found = list(nnx.iter_modules(model))
-    classes = {path: type(module) for path, module in found}
-    return [(m, "/".join(map(str, path)), _around(path, classes)) for path, m in found]
-
-
-def _around(path: tuple[Any, ...], classes: dict[Any, type]) -> tuple[type, ...]:
-    ancestors = [path[:end] for end in range(len(path), -1, -1)]  # innermost first
-    return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
+        body["__call__"] = call
+    return mark_lowered(subclass(module_type, body), policies.lowered)
 
 
 def cast_in_place(
@@ -233,19 +207,18 @@ def cast_in_place(
       policy_for: asked with a path and the classes around it; None leaves parameters as they are.
     """
     classes = {path: type(module) for path, module in nnx.iter_modules(model)}
-    with whole_if_it_fails(model):
-        for path, variable in nnx.to_flat_state(nnx.state(model)):
-            if isinstance(variable, nnx.BatchStat):
-                dtype: DTypeLike = FLOAT32
-            elif policy_for is not None and isinstance(variable, nnx.Param):
-                name = "/".join(map(str, path))
-                dtype = policy_for(name, _around(path, classes)).param_dtype
-            else:
-                continue
-            value = variable.get_value()
-            cast = cast_leaf(value, dtype)
-            if cast is not value:
-                variable.set_value(cast)
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(variable, nnx.BatchStat):
+            dtype: DTypeLike = FLOAT32
+        elif policy_for is not None and isinstance(variable, nnx.Param):
+            policy = policy_for("/".join(map(str, path)), classes_around(path, classes))
+            dtype = policy.param_dtype
+        else:
+            continue
+        value = variable.get_value()
+        cast = cast_leaf(value, dtype)
+        if cast is not value:
+            variable.set_value(cast)
 
 
 # Modules as trees, for diagnostics.
@@ -278,17 +251,10 @@ class SplitModule(dict[str, Any]):
         return cls(names, arrays, where)
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree)
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, SplitModule)
-
-
 def split_modules(tree: PyTree) -> PyTree:
     """Returns a tree with its modules, optimizers and random-number streams taken apart."""
-    nodes, rest = take_arrays(tree, _is_node, is_leaf=_is_node)
+    is_node = lambda value: isinstance(value, nnx.Pytree)
+    nodes, rest = take_arrays(tree, is_node, is_leaf=is_node)
     return rest.filled(taken_apart(nodes)) if nodes else tree
 
 
@@ -313,7 +279,8 @@ def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
 
 def merge_modules(tree: PyTree) -> PyTree:
     """Returns a tree with new modules in place of the ones that were taken apart."""
-    parts, rest = take_arrays(tree, _is_split, is_leaf=_is_split)
+    is_split = lambda value: isinstance(value, SplitModule)
+    parts, rest = take_arrays(tree, is_split, is_leaf=is_split)
     if not parts:
         return tree
     flat: dict[Any, Any] = {}
@@ -341,7 +308,7 @@ def of_split_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body, updated=())
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         if is_method:
-            args = (merge_modules(split_modules(own)), *args)
+            args = (nnx.clone(own), *args)
         elif not instances_in((args, kwargs), SplitModule):
             return fun(*args, **kwargs)
         args, kwargs = merge_modules((args, kwargs))

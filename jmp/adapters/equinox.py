@@ -9,7 +9,7 @@ at all.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -22,19 +22,19 @@ from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._module_policies import (
     ModulePolicies,
     ModuleScopes,
-    marked_class,
+    classes_around,
+    mark,
     plain_class,
     set_class,
     storage_rules,
 )
 from jmp.autocasting._autocast import or_decorator
-from jmp.dtypes import is_half
 from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.loss_scaling._gradients import scaled_value_and_grad as differentiate_scaled
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
-from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, joined, path_string
+from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, path_string
 
 __all__ = [
     "TrainStep",
@@ -70,7 +70,7 @@ def autocast(
 
     Raises:
       TypeError: no policy; `fun` is no function.
-      ValueError: policy and rules name two half dtypes, or one is unknown.
+      ValueError: a policy is unknown; or policy and rules name two half dtypes (at the call).
 
     Warns: `UnusedRuleWarning` for a rule that matched no module, no array of one and no scope.
 
@@ -83,7 +83,7 @@ def autocast(
     """
     check_function(fun, "autocast", "autocast(loss_fn, policy)(model, *args)")
     refuse_other_models(fun, "autocast", "fun", "equinox", "a function of Equinox modules")
-    return with_marked_modules(fun, ModulePolicies(policy, rules, options))
+    return with_marked_modules(fun, ModulePolicies(policy, rules, options, name_scopes=True))
 
 
 def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callable[P, R]:
@@ -95,11 +95,9 @@ def with_marked_modules(fun: Callable[P, R], policies: ModulePolicies) -> Callab
         args, kwargs = _map_modules(functools.partial(_mark_module, policies), (args, kwargs))
         with policies.in_force():
             result = fun(*args, **kwargs)
-        if not is_half(policies.lowered):  # else autocast warns, who has matched scopes too
-            policies.rules.warn_unused()
         return _map_modules(_unmark_module, result)
 
-    return policies.autocast(in_float32, name_scopes=True)
+    return policies.autocast(in_float32)
 
 
 def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
@@ -147,10 +145,19 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
     refuse_other_models(model, "cast_params", "model", "equinox", "a module of Equinox")
     stored = storage_rules(get_policy(policy), rules)
 
-    def cast(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
-        return cast_leaf(leaf, stored.policy_for(path, classes).param_dtype)
+    def cast_module(module: eqx.Module) -> eqx.Module:
+        classes = {names: type(part) for names, part in _modules_in(module)}
 
-    result: T = _map_modules(lambda module: _rebuilt(module, cast), model)
+        def cast(path: tuple[Any, ...], leaf: Any) -> Any:
+            if not is_array(leaf):
+                return leaf
+            names = tuple(path_string((key,)) for key in path)
+            policy = stored.policy_for("/".join(names), classes_around(names, classes))
+            return cast_leaf(leaf, policy.param_dtype)
+
+        return jax.tree_util.tree_map_with_path(cast, module, is_leaf=_is_state_index)
+
+    result: T = _map_modules(cast_module, model)
     stored.warn_unused()
     return result
 
@@ -275,7 +282,11 @@ def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
 
 
 def _is_module(node: object) -> bool:
-    return isinstance(node, eqx.Module)
+    return isinstance(node, eqx.Module) and not _is_state_index(node)
+
+
+def _is_state_index(node: object) -> bool:
+    return isinstance(node, eqx.nn.StateIndex)
 
 
 def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
@@ -283,52 +294,29 @@ def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _mark_module(policies: ModulePolicies, module: eqx.Module) -> Any:
-    """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
-
-    def mark(node: eqx.Module, path: str, classes: tuple[type, ...]) -> type:
-        named = policies.named(node, path, classes)
-        return marked_class(type(node), eqx.Module, policies, named)
-
-    def widen(leaf: Any, path: str, classes: tuple[type, ...]) -> Any:
-        policies.rules.policy_for(path, classes)  # rules may name single arrays
-        return cast_to_at_least_float32(leaf)
-
-    return _rebuilt(module, widen, mark)
-
-
-def _unmark_module(module: eqx.Module) -> Any:
-    return _rebuilt(module, lambda leaf, *_: leaf, lambda node, *_: plain_class(type(node)))
-
-
-def _rebuilt(
-    node: Any,
-    of_array: Callable[..., Any],
-    class_of: Callable[..., type] = lambda module, *_: type(module),
-    path: str = "",
-    around: tuple[type, ...] = (),
-) -> Any:
-    """Returns a copy of a module, its arrays and the classes of its parts exchanged.
-
-    Args:
-      node: a module, a container, an array, or anything else, which is returned as it is.
-      of_array, class_of: called as `(array or module, path, classes)`, classes innermost first.
-    """
-    if is_array(node):
-        return of_array(node, path, around)
-    if isinstance(node, eqx.nn.StateIndex):
-        return node
+def _modules_in(
+    node: Any, names: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], eqx.Module]]:
+    """Yields the modules of a tree, each behind the names that lead to it."""
+    if _is_module(node):
+        yield names, node
     is_one_level_below = lambda part: part is not node
-    parts, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_one_level_below)
-    is_module = _is_module(node)  # one without fields has no parts, and looks like a leaf
-    if jax.tree_util.treedef_is_leaf(structure) and not is_module:
-        return node
-    classes = (type(node), *around) if is_module else around
-    rebuilt = [
-        _rebuilt(part, of_array, class_of, joined(path, path_string(key)), classes)
-        for key, part in parts
-    ]
-    copy = jax.tree.unflatten(structure, rebuilt)
-    if is_module:
-        set_class(copy, class_of(node, path, classes))
+    parts, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_one_level_below)
+    for key, part in parts:
+        if part is not node:
+            yield from _modules_in(part, (*names, path_string(key)))
+
+
+def _mark_module(policies: ModulePolicies, module: eqx.Module) -> eqx.Module:
+    """Returns a module whose parts open the scopes of the rules they match, arrays in float32."""
+    policies.match_parameters(module)
+    copy = jax.tree.map(cast_to_at_least_float32, module, is_leaf=_is_state_index)
+    mark(_modules_in(copy), eqx.Module, policies)
+    return copy
+
+
+def _unmark_module(module: eqx.Module) -> eqx.Module:
+    copy = jax.tree.map(lambda leaf: leaf, module)
+    for _, part in _modules_in(copy):
+        set_class(part, plain_class(type(part)))
     return copy

@@ -15,7 +15,7 @@ import optax
 
 from jmp._messages import PrecisionWarning, users_stacklevel, way_out, wrong
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import ModulePolicies, cast_by_paths
+from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, opened
 from jmp.autocasting._autocast import Options
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
@@ -53,7 +53,7 @@ def autocast(
 
     Raises:
       TypeError: `network` is not transformed.
-      ValueError: policy and rules name two half dtypes, or one is unknown.
+      ValueError: a policy is unknown; or policy and rules name two half dtypes (at the call).
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter; `UserWarning`
       if a module has a policy of `hk.mixed_precision.set_policy` too.
@@ -89,7 +89,7 @@ def autocast(
             _warn_of_own_policy(type(module))
             around.insert(0, type(module))
             try:
-                with policies.scope(policies.named(module, module.module_name, around)):
+                with opened(policies.scope_of(module, module.module_name, around)):
                     return call(*args, **kwargs)
             finally:
                 around.pop(0)
@@ -100,9 +100,7 @@ def autocast(
         elif has_state:
             args = (cast_to_at_least_float32(args[0]), *args[1:])
         with policies.in_force(), hk.intercept_methods(intercept):
-            result = network.apply(params, *args, **kwargs)
-        policies.rules.warn_unused()
-        return result
+            return network.apply(params, *args, **kwargs)
 
     lowered = policies.autocast(in_float32)
 

@@ -29,9 +29,21 @@ import optax
 from flax import serialization
 from flax.training import train_state
 
-from jmp._messages import described, listed, refuse_other_models, where_trees_differ, wrong
+from jmp._messages import (
+    described,
+    listed,
+    refuse_other_models,
+    shape_text,
+    where_trees_differ,
+    wrong,
+)
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
-from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, policy_of_norms
+from jmp.adapters._module_policies import (
+    ModulePolicies,
+    cast_by_paths,
+    opened,
+    policy_of_norms,
+)
 from jmp.autocasting._autocast import Options
 from jmp.loss_scaling._base import SAVED, LossScale
 from jmp.policy import Policy, get_policy, mark_lowered
@@ -39,7 +51,7 @@ from jmp.rules import Rule
 from jmp.transforms import StoredArray
 from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
-from jmp.transforms._wrapping import check_order, structures_compared
+from jmp.transforms._wrapping import as_transformation, check_order, structures_compared
 from jmp.trees import (
     PyTree,
     cast_floating,
@@ -92,8 +104,8 @@ def autocast(
     Raises:
       TypeError: `apply_fn` is a method that takes no variables, or of another framework; a policy,
         a rule or an option is of the wrong kind.
-      ValueError: policy and rules name two half dtypes; a policy is unknown or has a float8 besides
-        its products; or `jmp.autocast` refuses the value of an option.
+      ValueError: a policy is unknown or has a float8 besides its products; `jmp.autocast` refuses
+        the value of an option; or policy and rules name two half dtypes (at the call).
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
@@ -112,8 +124,8 @@ def autocast(
             return call(*args, **kwargs)
         module = context.module
         classes = _with_classes_around(module)
-        named = policies.named(module, "/".join(module.path), classes, classes[-1].__name__)
-        with policies.scope(named):
+        path, root = "/".join(module.path), classes[-1].__name__
+        with opened(policies.scope_of(module, path, classes, root)):
             return call(*args, **kwargs)
 
     @functools.wraps(apply_fn)
@@ -122,9 +134,7 @@ def autocast(
             args = (_widened(args[0], policies), *args[1:])
         wide = {name: _widened(kwargs[name], policies) for name in _VARIABLES if name in kwargs}
         with policies.in_force(), nn.intercept_methods(intercept):
-            result = apply_fn(*args, **{**kwargs, **wide})
-        policies.rules.warn_unused()
-        return result
+            return apply_fn(*args, **{**kwargs, **wide})
 
     lowered = policies.autocast(in_float32)
     cast_statistics = functools.partial(cast_floating, dtype=policies.statistics_dtype)
@@ -283,10 +293,7 @@ class TrainState(train_state.TrainState):
           computes in float16.
         """
         caller = "TrainState.create"
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            example = "transforms.mixed_precision(optax.adam(1e-3), policy)"
-            expected = f"an optax transformation, such as {example}"
-            raise wrong(TypeError, caller, tx, expected, name="tx")
+        as_transformation(tx, caller, "tx")
         if params is None:
             expected = "a tree of arrays, such as model.init(key, x)['params']"
             raise wrong(TypeError, caller, params, expected, name="params")
@@ -325,39 +332,28 @@ class TrainState(train_state.TrainState):
           extra_args: further arguments of `tx.update`, such as `{"value": loss}` for
             `optax.contrib.reduce_on_plateau`.
           **kwargs: fields to replace, such as `batch_stats=new_statistics`. If the step is skipped
-            they stay as they were, like the parameters. A field that is computed from the *new*
+            arrays stay as they were, like the parameters. A field that is computed from the *new*
             parameters, such as their average, is selected after this call, with `grads_finite` of
             the new state.
 
         Raises:
           TypeError: a field that the state does not have; None as gradients.
-          ValueError: a static field, such as `tx`, which a skipped step could not leave as it was;
-            gradients of another structure than the parameters.
+          ValueError: gradients of another structure than the parameters.
         """
-        _check_not_static(self, kwargs)
         given: Self = self
         if extra_args:
-            update = functools.partial(optax.with_extra_args_support(self.tx).update, **extra_args)
+            tx = as_transformation(self.tx, "apply_gradients", "tx")
+            update = functools.partial(tx.update, **extra_args)
             given = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
         with structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super(TrainState, given).apply_gradients(  # type: ignore[no-untyped-call]
                 grads=grads, **kwargs
             )
-        moved = {"step", "params", *kwargs}
+        moved = {"step", "params", *kwargs} & {*_array_fields(self)}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
         kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
-        return new.replace(opt_state=opt_state, tx=self.tx, **kept)
-
-
-def _check_not_static(state: TrainState, given: dict[str, Any]) -> None:
-    static = {field.name for field in dataclasses.fields(state)} - set(_array_fields(state))
-    if static & given.keys():
-        raise ValueError(
-            f"apply_gradients got the static fields {', '.join(sorted(static & given.keys()))}; "
-            "expected fields of arrays, which a skipped step can leave as they were. Write "
-            "state.apply_gradients(grads=grads).replace(...) for the others."
-        )
+        return new.replace(opt_state=opt_state, tx=kwargs.get("tx", self.tx), **kept)
 
 
 def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
@@ -403,31 +399,20 @@ def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
         )
     state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
     restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
-    # Elsewhere leaves may be anything, such as shardings.
-    if all(map(is_array, state.values())):
-        _check_shapes(node, expected, state)
-        if isinstance(node, LossScale):
-            return _within_bounds(restored)
-    return restored
-
-
-def _check_shapes(node: PyTree, expected: dict[str, Any], state: dict[str, Any]) -> None:
-    codes = getattr(node, "codes", None)
-    if isinstance(node, StoredArray) and is_array(codes) and state["codes"].dtype != codes.dtype:
-        raise ValueError(
-            f"A checkpoint holds codes of dtype {state['codes'].dtype} for a StoredArray; expected "
-            f"{codes.dtype}, stored as {node.kind}. Restore into a state that is stored as the "
-            "saved one is, and store it otherwise afterwards: "
-            "transforms.encode_state(tx.init(params).inner_state, "
-            "transforms.decode_state(opt_state.inner_state))."
-        )
-    for name, leaf in expected.items():
-        if is_array(leaf) and leaf.shape != state[name].shape:
+    if not all(map(is_array, state.values())):
+        return restored  # elsewhere leaves may be anything, such as shardings
+    arrays = {name: leaf for name, leaf in expected.items() if is_array(leaf)}
+    for name, leaf in arrays.items():
+        # The dtype of codes says what numbers they stand for.
+        is_alike = leaf.dtype == state[name].dtype or not isinstance(node, StoredArray)
+        if leaf.shape != state[name].shape or not is_alike:
             raise ValueError(
-                f"A checkpoint holds {name} of shape {state[name].shape} for a "
-                f"{type(node).__name__}; expected {leaf.shape}. Restore into a state of the same "
-                "parameters and as many members."
+                f"A checkpoint holds {name}={shape_text(state[name])} for a {type(node).__name__}; "
+                f"expected {shape_text(leaf)}. Restore into a state of the same parameters, of as "
+                "many members and stored as the saved one is, and change it afterwards: "
+                "docs/checkpoints.md has the lines."
             )
+    return _within_bounds(restored) if isinstance(node, LossScale) else restored
 
 
 def _within_bounds(loss_scale: LossScale) -> LossScale:
@@ -453,36 +438,29 @@ def _train_state_to_dict(node: PyTree) -> dict[str, Any]:
 
 
 def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
-    fields = _array_fields(node)
     if node.batch_stats is None:  # Flax's TrainState does not have this field
         state = {"batch_stats": None, **state}
-    if set(state) != set(fields):
+    saved, own = _structure(state), _structure(_train_state_to_dict(node))
+    if leaves_by_path(saved).keys() != leaves_by_path(own).keys():
         raise ValueError(
-            f"A checkpoint holds {listed(sorted(state))} for a {type(node).__name__}; expected "
-            f"{listed(sorted(fields), most=16)}. Restore into the class that was saved, and make "
-            "the new state of its fields: docs/checkpoints.md has the lines."
+            "A checkpoint holds other fields, or the state of another optimizer, than this "
+            f"{type(node).__name__} (of the saved state and this one "
+            f"{where_trees_differ(saved, own)}). Restore into a state of the class and the "
+            "optimizer that saved it, and change that afterwards: another loss scale is "
+            "jmp.transforms.set_loss_scale(opt_state, new_scale), new masters are "
+            "reset_masters(opt_state, params), and docs/checkpoints.md has the lines for every "
+            "change."
         )
-    _check_optimizer(node, state["opt_state"])
     restored = {
         name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
-        for name in fields
+        for name in state
     }
     return node.replace(**restored)
 
 
-def _check_optimizer(node: PyTree, saved: Any) -> None:
-    """Raises ValueError if the saved state of an optimizer has other leaves than the one of
-    `node`."""
-    expected: Any = serialization.to_state_dict(node.opt_state)
-    if leaves_by_path(saved).keys() != leaves_by_path(expected).keys():
-        raise ValueError(
-            f"A checkpoint holds the state of another optimizer than this {type(node).__name__}'s "
-            f"(of the saved state and this one {where_trees_differ(saved, expected)}). "
-            "Restore into a state of the optimizer that saved it, and change that afterwards: "
-            "another loss scale is jmp.transforms.set_loss_scale(opt_state, new_scale), new "
-            "masters are reset_masters(opt_state, params), and docs/checkpoints.md has the lines "
-            "for every change."
-        )
+def _structure(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns what must agree in a saved state: its fields, and the leaves of the optimizer."""
+    return {name: part if name == "opt_state" else 0 for name, part in state.items()}
 
 
 _exchange_made_by_flax(TrainState)

@@ -22,7 +22,6 @@ import optax
 from flax import nnx
 
 from jmp import transforms
-from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models, users_stacklevel, way_out, wrong
 from jmp.adapters import _nnx_modules
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
@@ -90,7 +89,7 @@ def autocast(model: Any = None, policy: Any = None, **options: Any) -> Any:
 
     Raises:
       TypeError: no policy; neither a model nor a function, or a method bound to its module.
-      ValueError: policy and rules name two half dtypes.
+      ValueError: policy and rules name two half dtypes (at the call).
 
     Warns: `UnusedRuleWarning` for a rule that matched no module and no parameter.
 
@@ -284,14 +283,16 @@ def _check_is_lowered(
     casts, is traced.
     """
     half = lowered_to(optimizer.tx.update)
-    if half is None or not is_half(half) or lowered_to(loss_fn) is not None:
+    marks = map(lowered_to, [loss_fn, *(node for _, node in nnx.iter_graph(model))])
+    if half is None or not is_half(half) or any(mark is not None for mark in marks):
         return
-    if any(lowered_to(node) is not None for _, node in nnx.iter_graph(model)):
-        return
-    call = ArrayCall(
-        _nnx_modules.of_split_modules(loss_fn), _nnx_modules.split_modules((model, *args))
-    )
-    equations = (each.equation for each in walk(jax.make_jaxpr(call.results)(*call.arrays).jaxpr))
+    graph, state = nnx.split((model, args))
+
+    def loss_of(state: Any) -> Any:
+        model, args = nnx.merge(graph, state)
+        return jax.tree.leaves(loss_fn(model, *args))[0]
+
+    equations = [visit.equation for visit in walk(jax.make_jaxpr(loss_of)(state).jaxpr)]
     dtypes = {dtype_of(x) for e in equations if is_product(e) for x in e.invars}
     if dtypes and not any(map(is_half, filter(None, dtypes))):
         warnings.warn(
@@ -328,11 +329,9 @@ def scaled_value_and_grad(
     >>> float(grads["bias"][0])
     24.0
     """
-    usage = "scaled_value_and_grad(loss_fn, scale)(model)"
-    check_function(fun, "scaled_value_and_grad", usage)
-    if isinstance(fun, nnx.Module):
-        more = f" Write {usage}."
-        raise wrong(TypeError, "scaled_value_and_grad", fun, "a function of modules", more=more)
+    if not callable(fun) or isinstance(fun, nnx.Module):
+        expected = "a function of modules: scaled_value_and_grad(loss_fn, scale)(model)"
+        raise wrong(TypeError, "scaled_value_and_grad", fun, expected)
     check_loss_scale(loss_scale, "scaled_value_and_grad")
     value_and_grad = nnx.value_and_grad(
         scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True

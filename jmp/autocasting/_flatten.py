@@ -18,7 +18,7 @@ from jmp.autocasting._equations import contains_products, draws_bits, is_marker,
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
-from jmp.autocasting._precision import in_regions, with_older_forms
+from jmp.autocasting._precision import in_regions
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request, Settings
@@ -71,8 +71,6 @@ def _level_of(
     holder: Node | None,
     request: Request,
 ) -> Graph:
-    if _jax_compat.has_newer_forms():
-        jaxpr = with_older_forms(jaxpr)
     half = request.settings.compute_dtype
     anything = [None] * (len(jaxpr.invars) - len(operands))
     arguments = zip(jaxpr.invars, (*operands, *anything), strict=True)

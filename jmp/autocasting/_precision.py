@@ -194,18 +194,6 @@ def _filling(scope: Any, choose: Choice, around: Any) -> Callable[[JaxprEqn], Ja
     return fill
 
 
-def with_older_forms(jaxpr: Any) -> Any:
-    """Returns a jaxpr whose equations, at any depth, have forms that kinds know."""
-
-    def older(equation: JaxprEqn) -> JaxprEqn:
-        found = _jax_compat.in_older_form(equation)
-        params = {key: _mapped(parameter, older) for key, parameter in found.params.items()}
-        is_same = all(params[key] is found.params[key] for key in params)
-        return found if is_same else found.replace(params=params)
-
-    return _mapped(jaxpr, older)
-
-
 def _mapped(parameter: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
     """Returns a parameter of an equation with all equations changed in the jaxprs that it holds."""
     if isinstance(parameter, (tuple, list)):

@@ -7,8 +7,8 @@ of scopes say something:
     name no precision have the highest (`_precision`);
   - `autocast` opens the scope AUTOCAST: what stands in it is decided already, so that an autocast
     around it leaves it as it is;
-  - `policy_scope` opens a scope that names a policy, the innermost of which holds: the adapters,
-    who know each module's class and path, say with it what a rule asks of a module;
+  - adapters, who know each module's class and path, open the scope POLICY with the policy that a
+    rule asks of a module: the innermost holds;
   - modules (Flax, Haiku) and `jax.named_scope` open scopes of their own, which `rules=` name.
 
 Diagnostics call a place by the path of its module, and take it from the scopes. Modules of nnx and
@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -168,11 +167,6 @@ class Region:
     keeps_results: bool = False  # half products have float32 results
 
 
-def policy_scope(policy: Policy) -> AbstractContextManager[None]:
-    """Returns a context in which an autocast around it computes by `policy`, like a rule's."""
-    return jax.named_scope(f"{POLICY}{policy}")
-
-
 class Request:
     """The user's wishes: the options of a call, and those for places in the program by `rules=`.
 
@@ -213,7 +207,7 @@ class Request:
             return Region(in_float32=True)
         policy = self._policy_for(names)
         if policy not in self._of_policies:
-            _check_dtype(policy, self._half, described("/".join(names)))
+            _check_dtype(policy, self._half, described(joined_path(names)))
             self._of_policies[policy] = self._region_of(policy)
         return self._of_policies[policy]
 

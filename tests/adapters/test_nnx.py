@@ -231,8 +231,7 @@ def test_a_closed_over_model_in_training_is_refused_and_stays_whole(way, trace):
         trace(lambda x: call(model, x))(ROWS)
     assert contents(model) == before
     text = str(caught.value)
-    assert "BatchStat blocks/0/mean" in text and "RngCount dropout/rngs/count" in text
-    assert "Param" not in text and "nnx.jit" in text and "model.eval()" in text
+    assert "A call changes a Net" in text and "nnx.jit" in text and "model.eval()" in text
     assert call(model, ROWS).shape == (16, 8)  # and it runs
 
 
@@ -240,7 +239,7 @@ def test_a_closed_over_model_in_training_is_refused_and_stays_whole(way, trace):
 def test_attributes_that_a_closed_over_model_would_get_are_refused():
     model = Counting(nnx.Rngs(0))
     before = contents(model)
-    with pytest.raises(errors.TraceContextError, match="changes attributes of Counting"):
+    with pytest.raises(errors.TraceContextError, match="changes a Counting"):
         jax.make_jaxpr(lambda x: lifted(model, x))(ROWS)
     assert contents(model) == before and model.calls == 0
 

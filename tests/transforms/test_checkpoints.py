@@ -127,7 +127,7 @@ def test_many_scales_are_restored_and_as_many_are_expected():
     scales = jax.vmap(jmp.DynamicLossScale)(jnp.array([2.0, 4.0]), jnp.zeros(2, jnp.int32))
     saved = serialization.to_state_dict(scales)
     assert restored(scales, saved).loss_scale.tolist() == [2.0, 4.0]
-    with pytest.raises(ValueError, match=r"loss_scale of shape \(2,\) .*; expected \(\)"):
+    with pytest.raises(ValueError, match=r"loss_scale=float32\[2\] .*; expected float32\[\]"):
         restored(DYNAMIC, saved)
     saved["loss_scale"] = np.float32([2.0, np.nan])
     with pytest.raises(ValueError, match="cannot be used"):
@@ -174,10 +174,12 @@ class WithKey(linen.TrainState):
 def test_a_state_of_another_optimizer_is_refused_with_the_way_to_change_it(saved, fresh, cls):
     params = {"w": jnp.ones(4, jnp.float16)}
     content = serialization.to_bytes(in_state(saved, cls, params))
-    with pytest.raises(ValueError, match=f"than this {cls.__name__}'s") as refused:
+    with pytest.raises(
+        ValueError, match=f"another optimizer, than this {cls.__name__} "
+    ) as refused:
         serialization.from_bytes(in_state(fresh, cls, params), content)
     message = str(refused.value)
-    for way in ("into a state of the optimizer that saved it", "set_loss_scale", "reset"):
+    for way in ("and the optimizer that saved it", "set_loss_scale", "reset"):
         assert way in message
     assert len(message) < 1500
 
@@ -193,7 +195,9 @@ def test_a_value_that_is_refused_is_not_taken_for_another_optimizer():
 def test_fields_that_flaxs_train_state_lacks_are_named():
     theirs = in_state(ADAM, train_state.TrainState)
     ours = in_state(ADAM).replace(batch_stats={"mean": jnp.ones(2)})
-    with pytest.raises(ValueError, match="expected .*'batch_stats'.*docs/checkpoints.md"):
+    with pytest.raises(
+        ValueError, match=r"only the second has \['batch_stats'\].*docs/checkpoints.md"
+    ):
         serialization.from_bytes(ours, serialization.to_bytes(theirs))
 
 

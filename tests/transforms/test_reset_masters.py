@@ -231,13 +231,15 @@ def test_parameters_of_another_structure_leave_the_state_as_it_is():
     assert part.opt_state is state.opt_state
 
 
-def test_a_static_field_cannot_be_part_of_a_step():
+def test_a_static_field_is_replaced_also_in_a_step_that_is_skipped():
     class Counting(linen.TrainState):
         epoch: int = struct.field(pytree_node=False, default=0)
 
-    state = Counting.create(apply_fn=None, params=PARAMS, tx=SGD)
-    with pytest.raises(ValueError, match=r"static fields epoch; .*\.replace\("):
-        state.apply_gradients(grads=PARAMS, epoch=1)
+    tx = transforms.with_loss_scale(SGD, jmp.DynamicLossScale(8.0))
+    state = Counting.create(apply_fn=None, params=PARAMS, tx=tx)
+    bad = jax.tree.map(lambda x: x * jnp.inf, PARAMS)
+    skipped = jax.jit(lambda state: state.apply_gradients(grads=bad, epoch=1))(state)
+    assert (skipped.epoch, skipped.step) == (1, 0)
 
 
 def test_a_jump_across_the_range_of_bfloat16_does_not_overflow():

@@ -159,7 +159,7 @@ def test_a_train_state_takes_each_way_saves_and_restores_it_and_lets_it_follow(w
 def test_codes_of_another_kind_are_not_restored():
     make = lambda kind: stored(kind, optax.trace(0.9)).init({"w": jnp.ones((2, 8))})
     saved = serialization.to_state_dict(make("int8"))
-    with pytest.raises(ValueError, match="codes of dtype uint8 .*expected float8.*encode_state"):
+    with pytest.raises(ValueError, match="codes=uint8.*expected float8.*docs/checkpoints.md"):
         serialization.from_state_dict(make("float8_e4m3fn"), saved)
 
 
