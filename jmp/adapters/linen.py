@@ -37,7 +37,7 @@ from jmp.loss_scaling._base import SAVED, LossScale
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule
 from jmp.transforms import StoredArray
-from jmp.transforms._masters import follow_replaced
+from jmp.transforms._half_parameters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.transforms._wrapping import check_order, structures_compared
 from jmp.trees import (
