@@ -8,6 +8,7 @@ Then, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_s
 replace it.
 """
 
+import functools
 import operator
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,9 +18,8 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp._jax_compat import is_concrete
-from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale
-from jmp.loss_scaling._scales import NoOpLossScale
+from jmp.loss_scaling._scales import LossScale, NoOpLossScale
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _few_kernels, _wrapping
 from jmp.transforms._half_parameters import kept_by_path
@@ -80,8 +80,7 @@ def with_loss_scale(
     `jmp.adapters` undo that, and refuse the other orders. A training step of your own reads the
     scale by `transforms.loss_scale_state(opt_state)`, or checks the finished optimizer once by
     `transforms.check_optimizer_state(tx.init(params))`: both refuse every order that fails. `init`
-    and `update` see what is inside them and not what is around them; of what is around, `init`
-    refuses only `partition` and `masked`.
+    and `update` see what is inside them and not what is around them.
 
     `init` puts the state, with the state of `inner`, where the parameters lie; see
     `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
@@ -104,8 +103,8 @@ def with_loss_scale(
       TypeError: `loss_scale` is not a loss scale, `inner` no transformation, or `axis_name` no
         name; in `update`, for a state that is not its own, or None as gradients.
       ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
-        after masters, or if some parameters are masked; in `update`, for gradients of another
-        structure than the parameters, or that are still to be added up (`unreduced`).
+        after masters; in `update`, for gradients of another structure than the parameters, or that
+        are still to be added up (`unreduced`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -119,7 +118,6 @@ def with_loss_scale(
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
-        _check_not_masked(params)
         # Only a state says which parameters have masters, and those are what `inner` must see.
         inner_state = optimizer.init(params)
         seen = _seen_by_inner(params, inner_state)
@@ -192,16 +190,6 @@ def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.P
     )
 
 
-def _check_not_masked(params: optax.Params) -> None:
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)
-    if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
-        raise ValueError(
-            "with_loss_scale got parameters of which some are masked: it stands inside "
-            "optax.partition or optax.masked, and the gradients of the other parameters would stay "
-            "scaled. Put it around: with_loss_scale(optax.partition(...), loss_scale)."
-        )
-
-
 # The scale inside an optimizer's state.
 
 
@@ -230,8 +218,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
       opt_state: the state of an optimizer that is `with_loss_scale`, or a chain with it. Its
         arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
       new: the scale to go on with. Its arrays are copied, so that it may be used again after the
-        state was donated. For a state that `jax.vmap` made, a single scale is repeated for each
-        member.
+        state was donated. For a state that `jax.vmap` made, map this function too.
 
     Returns: the state, of the same structure but for the scale. In an abstract state the scale is
       abstract too; on a mesh its arrays lie where the state's flags lie.
@@ -239,8 +226,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
     Raises:
       TypeError: `new` is not a loss scale, or `opt_state` is an optimizer and not its state.
       ValueError: the state holds no loss scale, or the optimizer's order is wrong, see
-        `check_optimizer_state`; or `new` is zero, or neither a single scale nor one for each
-        member.
+        `check_optimizer_state`; or `new` is zero.
 
     >>> import optax
     >>> from jmp import transforms
@@ -261,31 +247,24 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
-    flag: Any
-    (flag,), wrapping = jax.tree.flatten(state.grads_finite)  # nnx holds arrays in Variables
-    shapes = {leaf.shape for leaf in jax.tree.leaves(new)}
-    if not shapes <= {(), flag.shape}:
-        raise ValueError(
-            f"set_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
-            f"{flag.shape} as the state's flags are: one scale for each member."
-        )
-
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: Any, flag: Any) -> Any:
         if isinstance(flag, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(flag.shape, leaf.dtype, sharding=flag.sharding)
-        copy = jnp.broadcast_to(jnp.array(leaf), flag.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flag.sharding)
         is_placed = isinstance(flag, jax.Array) and is_concrete(flag)
         if is_placed and len(flag.sharding.device_set) > 1:
-            return jax.device_put(copy, flag.sharding)
-        return copy
+            return jax.device_put(jnp.array(leaf), flag.sharding)
+        return jnp.array(leaf)
 
-    def in_state(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), tree)
+    def in_state(leaf: Any) -> Any:
+        """Returns an array as the state's flag is: abstract, on a mesh, in a Variable of nnx."""
+        return jax.tree.map(functools.partial(placed, leaf), state.grads_finite)
 
     if isinstance(new, NoOpLossScale):
-        last = {"grads_finite": jnp.array(True), "consecutive_skips": jnp.zeros([], jnp.int32)}
-        state = state._replace(**in_state(last))
-    return state._replace(loss_scale=in_state(new))
+        state = state._replace(
+            grads_finite=in_state(jnp.array(True)),
+            consecutive_skips=in_state(jnp.zeros([], jnp.int32)),
+        )
+    return state._replace(loss_scale=jax.tree.map(in_state, new))
 
 
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:

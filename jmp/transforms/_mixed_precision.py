@@ -10,8 +10,7 @@ import optax
 
 from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
-from jmp.loss_scaling._base import LossScale
-from jmp.loss_scaling._scales import NoOpLossScale, torch_loss_scale
+from jmp.loss_scaling._scales import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName
 from jmp.transforms import _half_parameters

@@ -60,7 +60,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
 
     Raises:
       TypeError: `tx` is no transformation.
-      ValueError: a parameter has no sharding, or lies on several devices and not on a mesh.
+      ValueError: a parameter has no sharding.
 
     >>> import optax
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -254,9 +254,4 @@ def _check_has_sharding(path: str, leaf: Any) -> None:
             f"state_shardings got {described(leaf)} without a sharding at params{path}; expected "
             "an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...), and no tracer: call "
             "it outside of jit."
-        )
-    if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-        raise ValueError(
-            f"state_shardings got {type(sharding).__name__} at params{path}; expected a "
-            "NamedSharding, whose mesh says where scalars are replicated."
         )
