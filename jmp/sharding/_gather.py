@@ -328,7 +328,7 @@ def _added_up(part: jax.Array, route: Route) -> jax.Array:
     if route.wire.exchanges and is_sent and part.size >= _FEWEST_EXCHANGED:
         dimension = _dimension_of_replicas(part, route)
         if dimension is not None:
-            return _exchanged(part, route, dimension)
+            return _exchanged_parts(part, route, dimension)
     total = part.astype(route.wire.added)
     for dimension, names in route.shards:
         total = jax.lax.psum_scatter(total, names, scatter_dimension=dimension, tiled=True)
@@ -347,7 +347,7 @@ def _dimension_of_replicas(part: jax.Array, route: Route) -> int | None:
     return next((number for number, size in enumerate(shape) if size % copies == 0), None)
 
 
-def _exchanged(part: jax.Array, route: Route, dimension: int) -> jax.Array:
+def _exchanged_parts(part: jax.Array, route: Route, dimension: int) -> jax.Array:
     """Sends each device the parts of its shard, of replicas a piece each, and adds them up."""
     cuts = [*route.shards, (dimension, route.replicas)]
     pieces = _cut_by_device(part, cuts).astype(route.wire.sent)

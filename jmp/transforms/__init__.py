@@ -11,9 +11,9 @@ masters from parameters that were loaded. `state_shardings` says on which device
 
 The files, in an order in which to read them:
 
-1. `_loss_scaling`: `with_loss_scale`, a step from its scaled gradients to the next scale; how to
-   read and replace that scale in an optimizer's state. `_mixed_precision` chooses what a policy
-   needs.
+1. `_loss_scaling`: `with_loss_scale`, a step from its scaled gradients to the next scale;
+   `mixed_precision`, which chooses what a policy needs; how to read and replace the scale in an
+   optimizer's state.
 2. `_wrapping`: what each transformation here does with the optimizer inside it, how our states are
    found inside of others, and the orders of transformations that fail. `_placement` puts a new
    state on the devices of the parameters.
@@ -42,10 +42,10 @@ from jmp.transforms._half_parameters import (
 from jmp.transforms._loss_scaling import (
     WithLossScaleState,
     loss_scale_state,
+    mixed_precision,
     set_loss_scale,
     with_loss_scale,
 )
-from jmp.transforms._mixed_precision import mixed_precision
 from jmp.transforms._placement import state_shardings
 from jmp.transforms._stored_state import (
     WithStoredStateState,
