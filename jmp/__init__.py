@@ -26,11 +26,11 @@ from jmp.autocasting import (
 from jmp.dtypes import dtype_to_names as dtype_to_names  # DeepMind's tests read it here
 from jmp.dtypes import half_dtype
 from jmp.loss_scaling._accumulating import accumulated_value_and_grad
-from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import UnscaledLossWarning, scaled_value_and_grad
 from jmp.loss_scaling._scales import (
     DynamicLossScale,
     HysteresisLossScale,
+    LossScale,
     NoOpLossScale,
     StaticLossScale,
     apex_loss_scale,

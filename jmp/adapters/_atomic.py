@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jmp._messages import refuse_other_models, users_stacklevel, wrong
-from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import UnscaledLossWarning, pair_of, scaled_value_and_grad
-from jmp.loss_scaling._scales import NoOpLossScale
+from jmp.loss_scaling._scales import LossScale, NoOpLossScale
 from jmp.policy import lowered_to
 from jmp.transforms._few_kernels import flag_by_size
 from jmp.transforms._loss_scaling import WithLossScaleState, find_loss_scaling

@@ -29,9 +29,9 @@ from jmp.adapters._module_policies import (
     storage_rules,
 )
 from jmp.autocasting._autocast import or_decorator
-from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale
 from jmp.loss_scaling._gradients import scaled_value_and_grad as differentiate_scaled
+from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
 from jmp.trees import PyTree, cast_leaf, cast_to_at_least_float32, is_array, path_string

@@ -32,8 +32,8 @@ from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import walk
 from jmp.dtypes import is_half
-from jmp.loss_scaling._base import LossScale
 from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
+from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule
 

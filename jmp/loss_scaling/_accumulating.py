@@ -17,8 +17,8 @@ from jmp._array_calls import argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, check_number, described, listed, shape_text, wrong
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable
-from jmp.loss_scaling._base import LossScale, array_if_any, multiply_tree
 from jmp.loss_scaling._gradients import check_loss_scale, check_parameters, scaled_loss
+from jmp.loss_scaling._scales import LossScale, array_if_any, multiply_tree
 from jmp.sharding._axes import agreed, axis_names, made_varying
 from jmp.trees import PyTree, all_finite, as_jax_array, holds_numbers, is_complex, is_floating
 
@@ -119,16 +119,11 @@ def accumulated_value_and_grad(
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
 
     def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
-        """Returns what a micro-batch adds to the gradients, and its value, count and aux.
-
-        The count is None if each micro-batch counts one: a loop would stack ones.
-        """
-        count = power = None
+        """Returns what a micro-batch adds to the gradients, and its value, count and aux."""
+        count, power = jnp.float32(1), None
         if weight is not None:
             count = _weight_of(weight, rows)
             power = _power_of_two_up_to(count)
-        elif skip == "micro_batch":
-            count = jnp.float32(1)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             value, rest = scaled(*args, **kwargs)
@@ -171,8 +166,7 @@ def accumulated_value_and_grad(
             sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
         values, counts, aux = terms
         # The count is added up over the axes too, so that it is of all devices.
-        count = jnp.float32(steps) if counts is None else counts.sum()
-        totals = sums, values.sum(), count
+        totals = sums, values.sum(), counts.sum()
         sums, value, count = jax.lax.psum(totals, axes) if axes else totals
         value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
         if isinstance(argnums, int):

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from jmp._messages import PrecisionWarning, check_function, described, framework_of, shape_text
 from jmp.dtypes import at_least_float32, is_castable
-from jmp.loss_scaling._base import LossScale, array_if_any
-from jmp.loss_scaling._scales import StaticLossScale
+from jmp.loss_scaling._scales import LossScale, StaticLossScale, array_if_any
 from jmp.trees import is_inexact_array
 
 P = ParamSpec("P")
@@ -170,8 +169,12 @@ def check_loss_scale(value: object, caller: str, name: str = "loss_scale") -> No
             "jmp.transforms.loss_scale_state(opt_state).loss_scale. For an nnx.Optimizer it is "
             "jmp.adapters.nnx.loss_scale(optimizer)."
         )
-    if isinstance(value, StaticLossScale):
-        value.check_not_zero()
+    if isinstance(value, StaticLossScale) and value.loss_scale == 0:
+        raise ValueError(
+            "StaticLossScale(0) multiplies every gradient by zero, and unscaling divides by it; "
+            "expected a positive number such as 512. To switch loss scaling off use "
+            "NoOpLossScale()."
+        )
 
 
 def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: str) -> None:

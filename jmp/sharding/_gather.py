@@ -4,15 +4,22 @@ gradients are sent and added up in the dtypes that the user names.
 The user says for each parameter along which axes it lies. If code is mapped over devices
 (shard_map, pmap) that is enough to gather it; along explicit axes types say how each array is
 sharded, and the user says how the parameter is sharded afterwards.
+
+A collective adds up in the dtype that it sends: in half it rounds at each of the n devices of a
+ring, and in float32 it sends twice the bytes. An *exchange* has both: each device sends the others
+their parts in half, all to all, and adds up the n parts of its own shard in float32. The sum is the
+float32 sum of the devices' half gradients.
 """
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -22,11 +29,7 @@ from jmp._messages import PrecisionWarning, described, listed, shape_text, wrong
 from jmp.dtypes import can_hold, floating_dtype, is_castable
 from jmp.sharding._axes import (
     Names,
-    Route,
-    Wire,
-    add_up,
     are_tracked,
-    in_groups,
     made_varying,
     mapped_axes,
     names_by_dimension,
@@ -37,6 +40,9 @@ T = TypeVar("T")
 
 CALLER = "jmp.gather_params"
 _FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
+# Gradients of fewer elements are sent as they add up. XLA joins many such sums in one, and nothing
+# joins exchanges: each of them would wait for all devices.
+_FEWEST_EXCHANGED = 2**16
 
 
 class Parameter(NamedTuple):
@@ -59,6 +65,43 @@ class Parameter(NamedTuple):
     def axes(self) -> frozenset[str]:
         """All axes that the user named for it."""
         return frozenset(self.sums).union(*(self.dimensions or ()))
+
+
+class Wire(NamedTuple):
+    """The dtypes of a sum over devices.
+
+    Attributes:
+      sent: of what devices send each other, if it is large enough for an exchange.
+      added: in which they add up.
+      returned: of sums that go back to all replicas of a parameter.
+    """
+
+    sent: np.dtype
+    added: np.dtype
+    returned: np.dtype
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices add up in another dtype than they send, which no collective does."""
+        return self.sent != self.added
+
+
+class Route(NamedTuple):
+    """Where the sum of a gradient belongs, and how it gets there.
+
+    Attributes:
+      shards: the axes along which the parameter is sharded, with the dimension of each.
+      replicas: the axes along which it is the same, and its gradients are not.
+    """
+
+    shards: tuple[tuple[int, Names], ...]
+    replicas: Names
+    wire: Wire
+
+    @property
+    def names(self) -> Names:
+        """All axes to add up over."""
+        return (*itertools.chain(*(names for _, names in self.shards)), *self.replicas)
 
 
 def gather_params(
@@ -88,10 +131,8 @@ def gather_params(
 
     With a half `dtype` and a float32 `reduce_dtype` devices exchange half gradients: each sends the
     others the parts of their shards, and adds up in float32 what it receives. The shards of FSDP
-    take the bytes of a half sum. In shard_map small gradients share an exchange: gather parameters
-    that are not trained in a call of their own, or their gradients are computed for it. Under
-    autocast gather in half only what products read, and embeddings and norm scales in float32:
-    autocast keeps what is half.
+    take the bytes of a half sum. Under autocast gather in half only what products read, and
+    embeddings and norm scales in float32: autocast keeps what is half.
 
     Along explicit axes a sum in another dtype than `dtype` uses JAX's `reduced` types. Products,
     lookups by `.at[].get`, scans and slices accept them; element-wise operations do not. Gradients
@@ -115,7 +156,7 @@ def gather_params(
       send_dtype: the dtype in which devices send each other gradients. The default is `dtype` if
         `reduce_dtype` holds its numbers, and otherwise `reduce_dtype`; on TPUs it is
         `reduce_dtype`, which is faster there. A dtype narrower than `dtype` rounds each device's
-        gradient once.
+        gradient once. Gradients of fewer than 65,536 elements are sent in `reduce_dtype`.
       return_dtype: the dtype of sums that go back to the replicas of a parameter; by default
         `reduce_dtype`. Half rounds each sum once, and data parallelism then takes the bytes of a
         half sum. The whole sum must not overflow in it.
@@ -191,28 +232,27 @@ def _dtypes_of_sums(
 
 
 def _moved(
-    arrays: Sequence[jax.Array],
+    array: jax.Array,
     dtype: np.dtype,
-    send: Sequence[Callable[[jax.Array], jax.Array]],
-    add_up: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
-) -> list[jax.Array]:
-    """Sends arrays in `dtype`, whose gradients are added up together.
+    send: Callable[[jax.Array], jax.Array],
+    add_up: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Sends an array in `dtype`.
 
     Args:
-      send: for each array a function that moves it to its new sharding.
-      add_up: moves the cotangents back, and adds them up.
+      send: moves it to its new sharding.
+      add_up: moves its cotangents back, and adds them up.
     """
 
     @jax.custom_vjp
-    def move(*arrays: jax.Array) -> list[jax.Array]:
-        return [to(array.astype(dtype)) for to, array in zip(send, arrays, strict=True)]
+    def move(array: jax.Array) -> jax.Array:
+        return send(array.astype(dtype))
 
-    def backward(_: None, cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
-        sums = zip(add_up(cotangents), arrays, strict=True)
-        return tuple(total.astype(array.dtype) for total, array in sums)
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        return (add_up(cotangent).astype(array.dtype),)
 
-    move.defvjp(lambda *arrays: (move(*arrays), None), backward)
-    return move(*arrays)
+    move.defvjp(lambda array: (move(array), None), backward)
+    return move(array)
 
 
 # Code that is mapped over devices: in shard_map, and in pmap.
@@ -230,24 +270,22 @@ def _gathered_over_mapped_axes(
     named = {name for parameter in parameters for name in parameter.axes}
     tracked = are_tracked()
 
-    def route_of(parameter: Parameter) -> Route:
+    def gathered(parameter: Parameter) -> jax.Array:
         shards = _axes_to_gather(parameter, tracked)
         sharded = frozenset(name for _, names in shards for name in names)
         own = varying_axes(parameter.array) if tracked else sharded
-        return Route(shards, tuple(sorted(named - own)), wire)
+        route = Route(shards, tuple(sorted(named - own)), wire)
 
-    def send(route: Route, moving: jax.Array) -> jax.Array:
-        # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
-        moving = made_varying(moving, route.replicas)
-        for dimension, names in route.shards:
-            moving = jax.lax.all_gather(moving, names, axis=dimension, tiled=True)
-        return moving
+        def send(moving: jax.Array) -> jax.Array:
+            # Varying before it meets the data: AD would add up along these axes itself, in `dtype`.
+            moving = made_varying(moving, route.replicas)
+            for dimension, names in shards:
+                moving = jax.lax.all_gather(moving, names, axis=dimension, tiled=True)
+            return moving
 
-    def gathered(arrays: Sequence[jax.Array], routes: Sequence[Route]) -> list[jax.Array]:
-        moves = [partial(send, route) for route in routes]
-        return _moved(arrays, dtype, moves, partial(add_up, routes=routes))
+        return _moved(parameter.array, dtype, send, partial(_added_up, route=route))
 
-    return in_groups(gathered, [p.array for p in parameters], list(map(route_of, parameters)))
+    return list(map(gathered, parameters))
 
 
 def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Names], ...]:
@@ -274,6 +312,66 @@ def _axes_to_gather(parameter: Parameter, tracked: bool) -> tuple[tuple[int, Nam
                 "in_specs say it; P() if it is whole."
             )
     return tuple((number, names) for number, names in enumerate(parameter.dimensions) if names)
+
+
+def _added_up(part: jax.Array, route: Route) -> jax.Array:
+    """Adds up the parts that devices have of a gradient, in mapped code.
+
+    Args:
+      part: a whole gradient, each device its own.
+
+    Returns: the shard of the sum that belongs to this device, in `wire.added`; in `wire.returned`
+      if it went back to replicas.
+    """
+    # Over an axis of vmap nothing is sent.
+    is_sent = {*route.names} <= {*mapped_axes()} and _size(route.names) > 1
+    if route.wire.exchanges and is_sent and part.size >= _FEWEST_EXCHANGED:
+        dimension = _dimension_of_replicas(part, route)
+        if dimension is not None:
+            return _exchanged_parts(part, route, dimension)
+    total = part.astype(route.wire.added)
+    for dimension, names in route.shards:
+        total = jax.lax.psum_scatter(total, names, scatter_dimension=dimension, tiled=True)
+    if not route.replicas:
+        return total
+    # After the scatter, which leaves less to add up.
+    return jax.lax.psum(total, route.replicas).astype(route.wire.returned)
+
+
+def _dimension_of_replicas(part: jax.Array, route: Route) -> int | None:
+    """Returns a dimension of which the replicas of a shard can add up equal pieces, if any."""
+    shape = list(part.shape)
+    for dimension, names in route.shards:
+        shape[dimension] //= _size(names)
+    copies = _size(route.replicas)
+    return next((number for number, size in enumerate(shape) if size % copies == 0), None)
+
+
+def _exchanged_parts(part: jax.Array, route: Route, dimension: int) -> jax.Array:
+    """Sends each device the parts of its shard, of replicas a piece each, and adds them up."""
+    cuts = [*route.shards, (dimension, route.replicas)]
+    pieces = _cut_by_device(part, cuts).astype(route.wire.sent)
+    received = jax.lax.all_to_all(pieces, route.names, 0, 0)
+    total = jnp.sum(received, 0, dtype=route.wire.added)
+    if not route.replicas:
+        return total
+    to = "invarying" if are_tracked() else "varying"
+    total = total.astype(route.wire.returned)
+    return jax.lax.all_gather(total, route.replicas, axis=dimension, tiled=True, to=to)
+
+
+def _cut_by_device(array: jax.Array, cuts: Sequence[tuple[int, Names]]) -> jax.Array:
+    """Cuts dimensions into a part for each device along axes; a new first dimension counts them."""
+    for number, (dimension, names) in enumerate(cuts):
+        shape, at = array.shape, dimension + number
+        parts = (_size(names), shape[at] // _size(names))
+        array = jnp.moveaxis(array.reshape(*shape[:at], *parts, *shape[at + 1 :]), at, number)
+    first, others = array.shape[: len(cuts)], array.shape[len(cuts) :]
+    return array.reshape(math.prod(first), *others)
+
+
+def _size(names: Names) -> int:
+    return math.prod(map(jax.lax.axis_size, names))
 
 
 # Along explicit axes, where types say how each array is sharded.
@@ -334,26 +432,22 @@ def _moved_by_type(
     parts = NamedSharding(whole.mesh, PartitionSpec(*spec.partitions, unreduced=replicated))
     route = _route_by_type(names_by_dimension(spec, array.ndim), whole, wire)
 
-    def add_up_by_type(cotangents: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        (total,) = cotangents
+    def add_up(total: jax.Array) -> jax.Array:
         if wire.exchanges and route is not None:
-            return [_exchanged_by_type(total, own, route)]
+            return _exchanged_by_type(total, own, route)
         total = total.astype(wire.added)
         if replicated and replicated != data:
             total = jax.sharding.reshard(total, parts)
-        return [jax.sharding.reshard(total, own)]
+        return jax.sharding.reshard(total, own)
 
-    to_whole = lambda x: jax.sharding.reshard(x, whole)
-    (moved,) = _moved([array], dtype, [to_whole], add_up_by_type)
-    return moved
+    return _moved(array, dtype, lambda x: jax.sharding.reshard(x, whole), add_up)
 
 
 def _exchanged_by_type(total: jax.Array, own: NamedSharding, route: Route) -> jax.Array:
-    exchange = lambda part: add_up([part], [route])[0]
     # Types have no word for one device's part of a sum, which they do not check then.
     explicit, parts = {*own.mesh.explicit_axes}, jax.typeof(total).sharding.spec
     shard_map: Any = partial(jax.shard_map, mesh=own.mesh, axis_names=explicit, check_vma=False)
-    return shard_map(exchange, in_specs=(parts,), out_specs=own.spec)(total)
+    return shard_map(partial(_added_up, route=route), in_specs=(parts,), out_specs=own.spec)(total)
 
 
 def _route_by_type(own: list[Names], whole: NamedSharding, wire: Wire) -> Route | None:

@@ -1,7 +1,5 @@
 """`clip_by_global_norm`, of gradients that devices hold shards of."""
 
-import collections
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,7 +68,7 @@ def clip_by_global_norm(
         axes = axes_of_each(squared, (), axis_name)
         if not any(axes):
             return on_one_device.update(updates, state, params)
-        norm = jnp.sqrt(_sum_of_squares(squared, axes))
+        norm = jnp.sqrt(sum(map(_sum_of_squares, squared, axes)))
         passes = norm < max_norm
 
         def clip(leaf: Any) -> Any:
@@ -85,12 +83,8 @@ def clip_by_global_norm(
     return optax.GradientTransformation(on_one_device.init, update)
 
 
-def _sum_of_squares(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> jax.Array:
-    """Returns the sum of squares of arrays, each added up over its own axes."""
-    sums: dict[tuple[str, ...], list[jax.Array]] = collections.defaultdict(list)
-    for array, names in zip(arrays, axes, strict=True):
-        size = jnp.abs(array).astype(at_least_float32(jnp.abs(array).dtype))
-        sums[names].append(jnp.sum(jnp.square(size)))
-    totals = [(sum(along[1:], along[0]), names) for names, along in sums.items()]
-    reduced = [jax.lax.psum(total, names) if names else total for total, names in totals]
-    return sum(reduced[1:], reduced[0])
+def _sum_of_squares(array: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Returns the sum of squares of an array, added up over axes too."""
+    size = jnp.abs(array)
+    total = jnp.sum(jnp.square(size.astype(at_least_float32(size.dtype))))
+    return jax.lax.psum(total, names) if names else total

@@ -29,8 +29,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp.transforms._few_kernels import may_be_sharded, reshard_where_types_say
-from jmp.transforms._placement import spec_of_blocks
+from jmp.transforms._few_kernels import may_be_sharded
+from jmp.transforms._placement import reshard_where_types_say, spec_of_blocks
 from jmp.transforms._rounding import HALFWAY, code_of, rounded_by
 from jmp.trees import register_for_export
 

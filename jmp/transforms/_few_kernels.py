@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
@@ -259,12 +258,3 @@ def in_order_of_axes(gradients: PyTree) -> PyTree:
         return lax.optimization_barrier(jnp.ravel(gradient)).reshape(gradient.shape)
 
     return jax.tree.map(in_order, gradients)
-
-
-def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
-    """Returns an array with another sharding on a mesh whose axes are explicit; else as it is."""
-    own = jax.typeof(x).sharding
-    if not own.mesh.explicit_axes or own == sharding:
-        return x
-    there: Any = x.sharding if is_concrete(x) else own
-    return jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))

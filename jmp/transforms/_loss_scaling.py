@@ -4,24 +4,31 @@
 the check of gradients and of the select that compile to few kernels; in plain JAX they are
 `all_finite` and `jnp.where`.
 
-Then, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_scale` read and
+Then `mixed_precision`: loss scaling and master parameters in one call, as a policy asks for them.
+Last, of a scale inside an optimizer's state: `loss_scale_state` and `set_loss_scale` read and
 replace it.
 """
 
+import dataclasses
+import functools
 import operator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jmp._jax_compat import is_concrete
-from jmp.loss_scaling._base import LossScale
+from jmp._messages import listed, wrong
+from jmp.dtypes import is_half
 from jmp.loss_scaling._gradients import check_loss_scale
-from jmp.loss_scaling._scales import NoOpLossScale
+from jmp.loss_scaling._scales import LossScale, NoOpLossScale, torch_loss_scale
+from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName, agreed, axis_names
-from jmp.transforms import _few_kernels, _wrapping
+from jmp.transforms import _few_kernels, _half_parameters, _wrapping
 from jmp.transforms._half_parameters import kept_by_path
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
@@ -80,8 +87,7 @@ def with_loss_scale(
     `jmp.adapters` undo that, and refuse the other orders. A training step of your own reads the
     scale by `transforms.loss_scale_state(opt_state)`, or checks the finished optimizer once by
     `transforms.check_optimizer_state(tx.init(params))`: both refuse every order that fails. `init`
-    and `update` see what is inside them and not what is around them; of what is around, `init`
-    refuses only `partition` and `masked`.
+    and `update` see what is inside them and not what is around them.
 
     `init` puts the state, with the state of `inner`, where the parameters lie; see
     `transforms.state_shardings`. Under jit optax's own moments come out on one device or whole on
@@ -104,8 +110,8 @@ def with_loss_scale(
       TypeError: `loss_scale` is not a loss scale, `inner` no transformation, or `axis_name` no
         name; in `update`, for a state that is not its own, or None as gradients.
       ValueError: a static scale of zero; in `init`, if `inner` unscales already, or changes updates
-        after masters, or if some parameters are masked; in `update`, for gradients of another
-        structure than the parameters, or that are still to be added up (`unreduced`).
+        after masters; in `update`, for gradients of another structure than the parameters, or that
+        are still to be added up (`unreduced`).
 
     >>> import optax
     >>> tx = with_loss_scale(optax.sgd(0.5), StaticLossScale(8))
@@ -119,7 +125,6 @@ def with_loss_scale(
     axis_names(axis_name, "axis_name", "with_loss_scale")
 
     def init(params: optax.Params) -> WithLossScaleState:
-        _check_not_masked(params)
         # Only a state says which parameters have masters, and those are what `inner` must see.
         inner_state = optimizer.init(params)
         seen = _seen_by_inner(params, inner_state)
@@ -192,13 +197,124 @@ def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.P
     )
 
 
-def _check_not_masked(params: optax.Params) -> None:
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)
-    if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+# Loss scaling and master parameters, as a policy asks for them.
+
+Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+Store: TypeAlias = Callable[[Inner], Any]
+
+
+STORED: dict[str, Store] = {
+    "full": _half_parameters.with_master_params,
+    "split": _half_parameters.with_split_masters,
+    "stochastic": _half_parameters.with_stochastic_rounding,
+    "kahan": _half_parameters.with_kahan_summation,
+    "none": lambda inner: inner,
+}
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    policy: str | Policy,
+    loss_scale: LossScale | None = None,
+    *,
+    masters: str | Store | None = None,
+    axis_name: AxisName = "auto",
+) -> _wrapping.Transformation[WithLossScaleState]:
+    """Wraps an optimizer with what `policy` needs.
+
+    Float32 masters are kept if the policy stores parameters in half; loss scaling goes around
+    everything. Other ways to store half parameters, in less memory, are chosen by `masters`.
+    Parameters narrower than float32 that are stored in none of them are refused, also those that
+    were loaded after `init`: 1000 updates of 1e-4 leave a bfloat16 1.0 where it is, and losses fall
+    as far as the float32 parameters of the tree let them. If leaves are frozen in half, give it the
+    tree of the others, or write `with_loss_scale(optax.partition(...), loss_scale)`, which refuses
+    no dtype.
+
+    Args:
+      inner: any optax transformation, or a `MultiSteps` object.
+      policy: a policy or its name.
+      loss_scale: by default torch's dynamic scale if the policy computes in float16, and none for
+        bfloat16 and float32, whose range needs none. Without a scale no gradient is checked and no
+        step is skipped; `jmp.StaticLossScale(1.0)` checks and skips. The adapters' steps warn of an
+        optimizer without a scale for a model that computes in float16 (`UnscaledLossWarning`).
+      masters: how half parameters are stored, whatever the policy says: "full"
+        (`with_master_params`), "split" (`with_split_masters`), "stochastic"
+        (`with_stochastic_rounding`), "kahan" (`with_kahan_summation`), or "none": updates below
+        their spacing are lost. Or a function that wraps `inner`, as
+        `partial(with_stochastic_rounding, seed=1)`. None is "full" for a policy whose parameters
+        are half, and refuses them for any other.
+      axis_name: as in `with_loss_scale`.
+
+    Returns: a transformation whose state is a `WithLossScaleState`.
+    Raises:
+      TypeError: `inner` is no optax transformation, `policy` no policy, or `loss_scale` no loss
+        scale.
+      ValueError: an unknown policy or way to store parameters, or a policy with a float8 dtype for
+        anything but products; a static scale of zero; in `init` and `update`, parameters narrower
+        than float32 without a master; and as `with_loss_scale` and `with_master_params`.
+
+    >>> import optax
+    >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
+    >>> float(tx.init(jnp.ones(2)).loss_scale.loss_scale)
+    65536.0
+    """
+    inner = _wrapping.as_transformation(inner, "mixed_precision")
+    policy = get_policy(policy)
+    refuse_float8(policy, "mixed_precision")
+    if loss_scale is None:
+        needs_scale = policy.compute_dtype == jnp.float16
+        loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
+    if masters is None:
+        store = STORED["full" if is_half(policy.param_dtype) else "none"]
+    elif callable(masters):
+        store = masters
+    elif isinstance(masters, str) and masters in STORED:
+        store = STORED[masters]
+    else:
+        expected = f"None, a function that wraps an optimizer, or one of {listed(STORED)}"
+        raise wrong(ValueError, "mixed_precision", masters, expected, name="masters")
+    tx = with_loss_scale(store(inner), loss_scale, axis_name=axis_name)
+    if masters == "none":
+        mark_lowered(tx.update, policy.compute_dtype)
+        return tx
+
+    def init(params: optax.Params) -> WithLossScaleState:
+        state = tx.init(params)
+        _refuse_without_master(params, state, policy)
+        return state
+
+    def update(
+        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, WithLossScaleState]:
+        _refuse_without_master(params, state, policy)
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, mark_lowered(update, policy.compute_dtype))
+
+
+def _refuse_without_master(params: optax.Params, state: WithLossScaleState, policy: Policy) -> None:
+    """Raises ValueError for parameters, abstract ones too, that would lose small updates."""
+    with_master = kept_by_path(state)
+    for path, leaf in leaves_by_path(params).items():
+        dtype: Any = getattr(leaf, "dtype", np.dtype(np.float32))
+        if path in with_master or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+            continue
+        ways = f"leaf.astype('float32') of each {dtype} leaf"
+        if is_half(dtype):
+            in_half = dataclasses.replace(policy, param_dtype=dtype)
+            ways = (
+                "policy.cast_to_param(params) or jmp.cast_to_full(params); or, to store them in "
+                f"half, a policy with half parameters, '{in_half}', which keeps a float32 master "
+                "of each, or mixed_precision(..., masters=...) with 'full', 'split' (bfloat16), "
+                "'stochastic', 'kahan' or 'none', which say how half parameters are stored. If "
+                "leaves are frozen in half, give it the tree of the others, or write "
+                "with_loss_scale(optax.partition({'train': adam, 'freeze': optax.set_to_zero()}, "
+                "labels), loss_scale)"
+            )
         raise ValueError(
-            "with_loss_scale got parameters of which some are masked: it stands inside "
-            "optax.partition or optax.masked, and the gradients of the other parameters would stay "
-            "scaled. Put it around: with_loss_scale(optax.partition(...), loss_scale)."
+            f"mixed_precision(..., '{policy}') got params{path} of dtype {dtype}, which it would "
+            "train without masters: updates below the spacing of that dtype are lost. Expected "
+            f"parameters in float32: {ways}."
         )
 
 
@@ -230,8 +346,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
       opt_state: the state of an optimizer that is `with_loss_scale`, or a chain with it. Its
         arrays may be concrete, traced, or `jax.ShapeDtypeStruct`.
       new: the scale to go on with. Its arrays are copied, so that it may be used again after the
-        state was donated. For a state that `jax.vmap` made, a single scale is repeated for each
-        member.
+        state was donated. For a state that `jax.vmap` made, map this function too.
 
     Returns: the state, of the same structure but for the scale. In an abstract state the scale is
       abstract too; on a mesh its arrays lie where the state's flags lie.
@@ -239,8 +354,7 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
     Raises:
       TypeError: `new` is not a loss scale, or `opt_state` is an optimizer and not its state.
       ValueError: the state holds no loss scale, or the optimizer's order is wrong, see
-        `check_optimizer_state`; or `new` is zero, or neither a single scale nor one for each
-        member.
+        `check_optimizer_state`; or `new` is zero.
 
     >>> import optax
     >>> from jmp import transforms
@@ -261,31 +375,24 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
-    flag: Any
-    (flag,), wrapping = jax.tree.flatten(state.grads_finite)  # nnx holds arrays in Variables
-    shapes = {leaf.shape for leaf in jax.tree.leaves(new)}
-    if not shapes <= {(), flag.shape}:
-        raise ValueError(
-            f"set_loss_scale got a scale of the shapes {sorted(shapes)}; expected scalars, or "
-            f"{flag.shape} as the state's flags are: one scale for each member."
-        )
-
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: Any, flag: Any) -> Any:
         if isinstance(flag, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(flag.shape, leaf.dtype, sharding=flag.sharding)
-        copy = jnp.broadcast_to(jnp.array(leaf), flag.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flag.sharding)
         is_placed = isinstance(flag, jax.Array) and is_concrete(flag)
         if is_placed and len(flag.sharding.device_set) > 1:
-            return jax.device_put(copy, flag.sharding)
-        return copy
+            return jax.device_put(jnp.array(leaf), flag.sharding)
+        return jnp.array(leaf)
 
-    def in_state(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.tree.unflatten(wrapping, [placed(leaf)]), tree)
+    def in_state(leaf: Any) -> Any:
+        """Returns an array as the state's flag is: abstract, on a mesh, in a Variable of nnx."""
+        return jax.tree.map(functools.partial(placed, leaf), state.grads_finite)
 
     if isinstance(new, NoOpLossScale):
-        last = {"grads_finite": jnp.array(True), "consecutive_skips": jnp.zeros([], jnp.int32)}
-        state = state._replace(**in_state(last))
-    return state._replace(loss_scale=in_state(new))
+        state = state._replace(
+            grads_finite=in_state(jnp.array(True)),
+            consecutive_skips=in_state(jnp.zeros([], jnp.int32)),
+        )
+    return state._replace(loss_scale=jax.tree.map(in_state, new))
 
 
 def find_loss_scaling(opt_state: optax.OptState) -> WithLossScaleState | None:

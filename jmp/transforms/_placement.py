@@ -25,13 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import (
-    GetAttrKey,
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves_with_path,
-    tree_map_with_path,
-)
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path, tree_map_with_path
 
 from jmp import _jax_compat
 from jmp._messages import described, wrong
@@ -66,7 +60,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
 
     Raises:
       TypeError: `tx` is no transformation.
-      ValueError: a parameter has no sharding, or lies on several devices and not on a mesh.
+      ValueError: a parameter has no sharding.
 
     >>> import optax
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -95,7 +89,8 @@ def placed(state: S, params: PyTree) -> S:
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     if all(map(_jax_compat.is_concrete, leaves)):
         return _put(state, params) if _mesh_of(leaves) else state
-    return _tied(state, params) if any(map(is_on_mesh, leaves)) else state
+    anchor = next(filter(is_on_mesh, leaves), None)
+    return state if anchor is None else _tied(state, params, anchor)
 
 
 def _shardings(state: PyTree, params: PyTree) -> PyTree:
@@ -129,63 +124,57 @@ def _put(state: S, params: PyTree) -> S:
     return jax.tree.map(put, state, _shardings(state, params))
 
 
-def _tied(state: S, params: PyTree) -> S:
-    """Returns a state under jit, whose arrays XLA shards as their parameters."""
+def _tied(state: S, params: PyTree, anchor: jax.Array) -> S:
+    """Returns a state under jit, whose arrays lie as their parameters.
+
+    Args:
+      anchor: a parameter on the mesh. A program that reads no parameter would run on one device:
+        this one reads the anchor. Inside of a shard_map the devices are decided, and its scalars
+        must not vary as the anchor does.
+    """
     by_path: ByPath = dict(tree_leaves_with_path(params))
-    arrays = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
-    anchor = next(filter(is_on_mesh, arrays))
-    found, structure = tree_flatten_with_path(state)
-    leaves = [leaf for _, leaf in found]
-    beside: dict[int, Any] = {}
-    alone = []
-    for position, (path, leaf) in enumerate(found):
-        param = by_path.get(parameter_path(leaf, path, by_path))
+    mesh = jax.typeof(anchor).sharding.mesh
+    read = () if mesh.manual_axes else (anchor,)
+    never, *_ = lax.optimization_barrier((jnp.array(False), *read))
+
+    def by_type(leaf: Any, sharding: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        leaf, *_ = lax.optimization_barrier((reshard_where_types_say(leaf, sharding), *read))
+        return leaf
+
+    def by_select(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        param: Any = by_path.get(parameter_path(leaf, path, by_path))
         if param is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
-            if isinstance(leaf, jax.Array) and not _is_auto(jax.typeof(rows).sharding.mesh):
-                place = _of_blocks(jax.typeof(rows).sharding, leaf.shape)
-                leaves[position] = jax.sharding.reshard(leaf, place)
-                continue
             param = jnp.broadcast_to(rows[..., :1], leaf.shape)
         if _can_be_tied(leaf, param):
-            beside[position] = param
-        elif isinstance(leaf, jax.Array):
-            alone.append(position)
-    mesh = jax.typeof(anchor).sharding.mesh
-    if mesh.manual_axes:  # the devices of a shard_map are decided; its scalars stay invariant
-        never = lax.optimization_barrier(jnp.array(False))
-    else:  # a program that reads no parameter would run on one device: this one reads the anchor
-        never, _, *tied = lax.optimization_barrier(
-            (jnp.array(False), anchor, *(leaves[position] for position in alone))
-        )
-        for position, leaf in zip(alone, tied, strict=True):
-            if leaf.ndim and _is_auto(mesh):  # XLA would shard it as what it was computed from
-                leaf = lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
-            leaves[position] = leaf
-    for position, param in beside.items():
-        leaf, sharding = leaves[position], jax.typeof(param).sharding
-        if not _is_auto(sharding.mesh) and jax.typeof(leaf).sharding != sharding:
-            leaf = jax.sharding.reshard(leaf, sharding)
-        leaves[position] = lax.select(never, _in_dtype(param, leaf.dtype), leaf)
-    return jax.tree.unflatten(structure, leaves)
+            return lax.select(never, jnp.real(param).astype(leaf.dtype), leaf)
+        leaf, *_ = lax.optimization_barrier((leaf, *read))
+        if leaf.ndim and read:  # XLA would shard it as what it was computed from
+            return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
+        return leaf
+
+    if mesh.explicit_axes:
+        return jax.tree.map(by_type, state, _shardings(state, jax.tree.map(jax.typeof, params)))
+    return tree_map_with_path(by_select, state)
 
 
-def _can_be_tied(leaf: Any, param: Any) -> bool:
+def _can_be_tied(leaf: jax.Array, param: Any) -> bool:
     """Returns whether a select may choose between them: not between memories, nor for PRNG keys."""
-    if not (isinstance(leaf, jax.Array) and isinstance(param, jax.Array)):
+    if not isinstance(param, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
-    memories = {getattr(jax.typeof(each), "memory_space", None) for each in (leaf, param)}
-    return len(memories) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return jax.typeof(leaf).memory_space == jax.typeof(param).memory_space
 
 
-def _in_dtype(param: jax.Array, dtype: Any) -> jax.Array:
-    is_complex = jnp.issubdtype(param.dtype, jnp.complexfloating)
-    to_real = is_complex and not jnp.issubdtype(dtype, jnp.complexfloating)
-    return lax.convert_element_type(param.real if to_real else param, dtype)
-
-
-def _is_auto(mesh: Any) -> bool:
-    """Returns whether XLA decides how arrays are sharded; along explicit axes their types do."""
-    return not mesh.explicit_axes
+def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns an array with another sharding on a mesh whose axes are explicit; else as it is."""
+    own = jax.typeof(x).sharding
+    if not own.mesh.explicit_axes or own == sharding:
+        return x
+    there: Any = x.sharding if _jax_compat.is_concrete(x) else own
+    return jax.sharding.reshard(x, NamedSharding(there.mesh, sharding.spec))
 
 
 def is_on_mesh(value: Any) -> bool:
@@ -234,7 +223,7 @@ def _of_blocks(sharding: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(sharding, NamedSharding):
         return None
     entries = spec_of_blocks(sharding, len(shape), shape[-1])
-    while _is_auto(sharding.mesh) and entries and entries[-1] is None:
+    while not sharding.mesh.explicit_axes and entries and entries[-1] is None:
         entries.pop()  # as jit writes the sharding of a result; types write each None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
@@ -265,9 +254,4 @@ def _check_has_sharding(path: str, leaf: Any) -> None:
             f"state_shardings got {described(leaf)} without a sharding at params{path}; expected "
             "an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...), and no tracer: call "
             "it outside of jit."
-        )
-    if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-        raise ValueError(
-            f"state_shardings got {type(sharding).__name__} at params{path}; expected a "
-            "NamedSharding, whose mesh says where scalars are replicated."
         )

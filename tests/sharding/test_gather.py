@@ -35,6 +35,11 @@ def placed(mesh, array, spec):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
+@pytest.fixture
+def every_size_is_exchanged(monkeypatch):
+    monkeypatch.setattr(_gather, "_FEWEST_EXCHANGED", 1)
+
+
 # Sums
 
 
@@ -107,6 +112,7 @@ LAYOUTS = {  # the shape, the mesh, how it lies, and what it is gathered by
 
 
 @every_dtype
+@pytest.mark.usefixtures("every_size_is_exchanged")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_is_the_float32_sum_of_the_devices_gradients(layout, check_vma, dtypes):
@@ -137,6 +143,7 @@ def test_an_axis_that_is_not_named_is_left_to_others(name):
     assert_sum_of(parts, summed(parts, axes, spec, "data", **options, **dtypes))
 
 
+@pytest.mark.usefixtures("every_size_is_exchanged")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["one large", "cancel", "subnormal"])
 def test_adversarial_gradients_add_up_as_in_float32_in_any_order(kind, dtype):
@@ -150,13 +157,24 @@ def test_adversarial_gradients_add_up_as_in_float32_in_any_order(kind, dtype):
         assert np.abs(in_half - exact).max() > 100 * np.abs(np.asarray(found) - exact).max()
 
 
-def test_a_sum_returns_to_replicas_in_the_dtype_asked():
+@pytest.mark.parametrize("fewest", [1, 2**16], ids=["exchanged", "small"])
+def test_a_sum_returns_to_replicas_in_the_dtype_asked(fewest, monkeypatch):
+    monkeypatch.setattr(_gather, "_FEWEST_EXCHANGED", fewest)
     parts = draw("random", (16, 3))
     found = summed(parts, DATA, P(), "data", return_dtype="float16")
     exact = np.asarray(parts, np.float64).sum(0)
     np.testing.assert_array_equal(found, np.float32(exact.astype(np.float16)))
 
 
+def test_small_gradients_add_up_in_float32_as_they_are():
+    parts = draw("one large", (16, 5))
+    assert_sum_of(parts, summed(parts, DATA, P("data"), "data"))
+    wide = np.random.default_rng(0).normal(size=(8, 16, 3)).astype(np.float32)
+    options = {"dtype": "float32", "send_dtype": "float16"}
+    assert_sum_of(wide, summed(wide, DATA, P("data"), "data", **options))
+
+
+@pytest.mark.usefixtures("every_size_is_exchanged")
 def test_float32_gradients_are_rounded_once_if_half_is_sent():
     parts = np.random.default_rng(0).normal(size=(8, 16, 3)).astype(np.float32)
     options = {"dtype": "float32", "send_dtype": "float16"}
@@ -181,6 +199,7 @@ EXPLICIT = {  # the mesh, how the weight lies, what it is gathered by, whether p
 
 
 @every_dtype
+@pytest.mark.usefixtures("every_size_is_exchanged")
 @pytest.mark.parametrize("layout", EXPLICIT)
 def test_along_explicit_axes_sums_are_as_in_shard_map(layout, dtypes):
     axes, own, by, exchanges = EXPLICIT[layout]
@@ -262,15 +281,19 @@ def gradients_of(shapes, spec, by="data", axes=DATA, wrap=lambda loss: loss, **d
     return gradients, params, jax.ShapeDtypeStruct((8,), jnp.float32)
 
 
-def test_small_arrays_share_one_exchange():
+def test_small_arrays_are_sent_as_they_add_up_and_large_ones_exchanged():
     small = [(8, 3), (16,), (8, 2, 2)]
     found = collectives(*gradients_of([*small, (512, 256)], P("data")))
-    assert found == {("all_gather", "bf16"): 4, ("all_to_all", "bf16"): 2}
-    found = collectives(*gradients_of([*small, ()], P()))
-    assert found == {("all_to_all", "bf16"): 1, ("all_gather", "f32"): 4}
-    # 2**18 elements of them together: they are kept until the last is computed.
-    found = collectives(*gradients_of([(255, 256)] * 9, P()))
-    assert found == {("all_to_all", "bf16"): 3, ("all_gather", "f32"): 9}
+    sums = {("reduce_scatter", "f32"): 3, ("all_to_all", "bf16"): 1}
+    assert found == {("all_gather", "bf16"): 4, **sums}
+    found = collectives(*gradients_of([*small, (), (512, 256)], P()))
+    sums = {("psum", "f32"): 4, ("all_to_all", "bf16"): 1}
+    assert found == {("all_gather", "f32"): 1, **sums}  # the large one goes back to the replicas
+
+
+def test_replicas_that_divide_no_dimension_add_up_in_float32():
+    found = collectives(*gradients_of([(255, 1025)], P()))
+    assert found == {("psum", "f32"): 1}
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "autocast"])

@@ -64,3 +64,29 @@ def test_what_is_lacking_beyond_the_range_is_finite():
     updates, state = tx.update(jnp.float32([1e6, -1e6, jnp.inf]), tx.init(params), params)
     assert jnp.isfinite(optax.apply_updates(params, updates)).all()
     assert jnp.isfinite(state.compensations).all()
+
+
+def test_the_largest_numbers_of_float32_stay_finite_with_the_digits_of_both():
+    """Rounded to the nearest, what bfloat16's largest number lacks would lead to an infinity."""
+    tx = transforms.with_kahan_summation(ADD)
+    params = jnp.ones(4, jnp.bfloat16)
+    largest = float(jnp.finfo(jnp.float32).max)
+    wanted = jnp.float32([largest, -largest, 3.3953e38, jnp.inf])
+    params, state = transforms.set_masters(tx.init(params), params, wanted)
+    masters = transforms.masters(state, params)
+    exact = np.clip(np.float64(wanted), -largest, largest)
+    np.testing.assert_allclose(np.float64(masters), exact, rtol=2.0**-15)
+    updates, state = tx.update(-masters / 4, state, params)
+    moved = transforms.masters(state, optax.apply_updates(params, updates))
+    np.testing.assert_allclose(np.float64(moved), 0.75 * exact, rtol=2.0**-15)
+
+
+def test_steps_across_the_whole_range_end_in_finite_numbers():
+    tx = transforms.with_kahan_summation(ADD)
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    params = jnp.bfloat16([-largest, largest])
+    state = tx.init(params)
+    for _ in range(3):  # twice the way that one float32 difference can say
+        updates, state = tx.update(jnp.float32([3.4e38, -3.4e38]), state, params)
+        params = optax.apply_updates(params, updates)
+        assert jnp.isfinite(transforms.masters(state, params)).all()

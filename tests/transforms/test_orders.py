@@ -54,11 +54,16 @@ def test_loss_scaling_in_a_wrong_place_is_refused_with_the_right_one(tx, sentenc
             read()
 
 
-@pytest.mark.parametrize("tx", orders.MASKED.values(), ids=orders.MASKED.keys())
-def test_loss_scaling_of_a_part_of_the_parameters_is_refused_in_init(tx):
-    for init in (tx.init, lambda params: jax.eval_shape(tx.init, params)):
-        with pytest.raises(ValueError, match="inside optax.partition or optax.masked.*around"):
-            init(PARAMS)
+@pytest.mark.parametrize("name", orders.MASKED)
+def test_loss_scaling_of_a_part_of_the_parameters_is_refused(name):
+    tx = orders.MASKED[name]
+    state = tx.init(PARAMS)
+    sentence = f"inside optax.{name}, .*Put it around"
+    for read in (transforms.check_optimizer_state, transforms.loss_scale_state):
+        with pytest.raises(ValueError, match=sentence):
+            read(state)
+    with pytest.raises(ValueError, match=sentence):
+        linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
 
 @pytest.mark.parametrize(("tx", "sentence"), OF_MASTERS)
