@@ -137,8 +137,9 @@ def check_writable(node: Any, changed: Sequence[str] | None) -> None:
     variables = {"/".join(map(str, path)): variable for (_, *path), variable in flat}
     written = list(variables if changed is None else changed)
     try:
-        for path in written:
-            variables[path].set_raw_value(variables[path].get_raw_value())
+        for variable in map(variables.__getitem__, written):
+            if isinstance(variable, nnx.Variable):  # else Flax itself refuses a foreign attribute
+                variable.set_raw_value(variable.get_raw_value())
     except errors.TraceContextError as error:
         named = [f"{type(variables[path]).__name__} {path}".rstrip() for path in written]
         what = "attributes" if changed is None else first_few(named, len(named), most=4)
@@ -293,19 +294,26 @@ def split_modules(tree: PyTree) -> PyTree:
 
 
 def taken_apart(nodes: list[Any]) -> list[SplitModule]:
-    """Returns the arrays of several modules, optimizers or Variables, which may share some."""
+    """Returns the arrays of several modules, optimizers or Variables, which may share some.
+
+    A module may have arrays as attributes, without a Variable.
+    """
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
     parts = []
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
         names = [_name(path[1:], variable) for path, variable in own]
-        arrays = [variable.get_raw_value() for _, variable in own]
+        arrays = [_raw(variable) for _, variable in own]
         parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
     return parts
 
 
-def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
+def _raw(variable: Any) -> Any:
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _name(path: tuple[Any, ...], variable: Any) -> str:
     # A key of a dict with a slash in it stands in quotes: two Variables never share a name.
     name = "/".join(repr(part) if "/" in str(part) else str(part) for part in path)
     return name if isinstance(variable, nnx.Param) else Untrained(name)
