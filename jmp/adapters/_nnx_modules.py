@@ -20,6 +20,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -123,7 +124,13 @@ def changes_between(before: "SplitModule", after: "SplitModule") -> tuple[str, .
     """Returns the paths of the Variables that changed; None if attributes came or went."""
     if after.where != before.where:
         return None
-    return tuple(path for path, array in after.items() if array is not before[path])
+    return tuple(path for path, value in after.items() if not _is_same(value, before[path]))
+
+
+def _is_same(value: PyTree, other: PyTree) -> bool:
+    structures: list[Any] = [jax.tree.structure(value), jax.tree.structure(other)]
+    pairs = map(operator.is_, jax.tree.leaves(value), jax.tree.leaves(other))
+    return structures[0] == structures[1] and all(pairs)
 
 
 def check_writable(node: Any, changed: Sequence[str] | None) -> None:
@@ -296,7 +303,8 @@ def split_modules(tree: PyTree) -> PyTree:
 def taken_apart(nodes: list[Any]) -> list[SplitModule]:
     """Returns the arrays of several modules, optimizers or Variables, which may share some.
 
-    A module may have arrays as attributes, without a Variable.
+    A module may have arrays as attributes, without a Variable. A Variable may hold containers, such
+    as what `nnx.capture` fills: they are copied, because they may change in place.
     """
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
@@ -304,7 +312,7 @@ def taken_apart(nodes: list[Any]) -> list[SplitModule]:
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
         names = [_name(path[1:], variable) for path, variable in own]
-        arrays = [_raw(variable) for _, variable in own]
+        arrays = [jax.tree.map(lambda x: x, _raw(variable)) for _, variable in own]
         parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
     return parts
 

@@ -152,6 +152,26 @@ def test_arrays_may_be_attributes_of_modules(way):
     diagnostics.assert_products_in(loss_fn, jnp.float16)(model, ROWS)
 
 
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.body = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "hidden", self.body(x))
+        return x
+
+
+@pytest.mark.parametrize("way", ["view", "function"])
+def test_what_a_call_sows_is_captured(way):
+    fun = view = adapter.autocast(Sowing(), "mixed_float16")
+    args = (ROWS,)
+    if way == "function":
+        fun, args = adapter.autocast(Sowing.__call__, "mixed_float16"), (Sowing(), ROWS)
+    _, captured = nnx.capture(fun, nnx.Intermediate)(*args)
+    (hidden,) = jax.tree.leaves(captured)
+    assert jnp.allclose(hidden, view.body(ROWS), rtol=1e-2, atol=1e-2)
+
+
 def test_a_lifted_loss_is_differentiated_and_decorates():
     @adapter.autocast(policy="mixed_bfloat16", rules=[("head", "float32")])
     def loss_fn(model, x):
