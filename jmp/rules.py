@@ -8,10 +8,10 @@ A rule is a pair `(target, policy)`. Its target is one of
     path from any of its names on,
   - a module class, or a tuple of them (subclasses count); not in rules of `jmp.autocast`.
 A path is a module's or parameter's names joined by slashes: "encoder/Dense_0/kernel". Names that
-begin with `~`, which Haiku puts in for the method that made a module, may be left out of a path and
-of a glob: "mlp/~/linear_0" and "mlp/linear_0" are the same. A rule that matches a module holds
-for everything inside it. The first rule that matches counts. A rule that never matched is reported
-by `warn_unused`, because it may be a typo.
+begin with `~`, which Haiku puts in for the method that made a module, may be left out of a path, a
+glob and an expression: "mlp/~/linear_0" and "mlp/linear_0" are the same. A rule that matches a
+module holds for everything inside it. The first rule that matches counts. A rule that never matched
+is reported by `warn_unused`, because it may be a typo.
 
 >>> rules = PolicyRules([("head*", "float32")], default="mixed_float16")
 >>> str(rules.policy_for("head/kernel")), str(rules.policy_for("body/kernel"))
@@ -31,6 +31,8 @@ Target = str | re.Pattern[str] | type | tuple[type, ...]
 Rule = tuple[Target, str | Policy]
 
 _MOST_PATHS = 1000  # that are kept for the warning
+# The name of a method in a regular expression: at its start, behind a slash, a wildcard or a group.
+_METHOD_NAME = re.compile(r"(?<![\w\[^\\])\\?~[^/\]()|]*/")
 
 
 class UnusedRuleWarning(PrecisionWarning):
@@ -181,7 +183,8 @@ def _target_matches(
     if isinstance(target, re.Pattern):
         starts = [s for path in spellings for s in (_from_any_name(path) if anywhere else [path])]
         parts = [part for start in starts for part in _path_and_ancestors(start)]
-        return any(map(target.fullmatch, parts))
+        plain = re.compile(_METHOD_NAME.sub("", target.pattern), target.flags)
+        return any(regex.fullmatch(part) for regex in (target, plain) for part in parts)
     return any(issubclass(module_type, target) for module_type in module_types)
 
 

@@ -155,7 +155,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       AssertionError: `pred` is not a bool scalar (an AssertionError as in DeepMind's `jmp`).
-      ValueError: structures, shapes or dtypes differ.
+      ValueError: structures, shapes or dtypes differ; or integers of NumPy are beyond JAX's dtype.
 
     >>> int(select_tree(False, {"step": 3}, {"step": 2})["step"])
     2
@@ -185,10 +185,18 @@ def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) 
 def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tuple[Any, ...]) -> Any:
     if not (_can_be_selected(a) and _can_be_selected(b)):
         return a
+    where = jax.tree_util.keystr(path)[:200] or "the root"
+    given = (a, b)
     # Python numbers have no dtype of their own and take the other side's; the rest must agree.
-    a, b = (as_jax_array(leaf) if is_array(leaf) else leaf for leaf in (a, b))
+    a, b = (as_jax_array(leaf) if is_array(leaf) else leaf for leaf in given)
+    for leaf, taken in zip(given, (a, b), strict=True):
+        of_numpy = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "iu"
+        if of_numpy and (leaf.astype(taken.dtype) != leaf).any():  # JAX wraps in silence
+            raise ValueError(
+                f"select_tree got integers that {taken.dtype} does not hold at {where}: "
+                f"{shape_text(leaf)}. Keep them out of the tree, or set jax_enable_x64."
+            )
     if len({(leaf.dtype, leaf.shape) for leaf in (a, b) if is_array(leaf)}) > 1:
-        where = jax.tree_util.keystr(path)[:200] or "the root"
         raise ValueError(
             f"select_tree got leaves that differ at {where}: {shape_text(a)} and {shape_text(b)}. "
             "Cast them to one dtype and shape first: a state must keep its types from step to step."

@@ -50,6 +50,11 @@ class BatchNorm(Norm):
         (re.compile(r"kernel"), "a/kernel", False),
         (re.compile(r"(?i)HEAD"), "head", True),
         (re.compile(r"mlp/linear_\d"), "mlp/~/linear_1", True),
+        (re.compile(r"mlp/~/linear_\d"), "mlp/linear_1", True),
+        (re.compile(r"net/~.*/head"), "net/head", True),
+        (re.compile(re.escape("net/~encode/head")), "net/head", True),
+        (re.compile(r"[^~/]*/head"), "net/head", True),  # no name, but a class of characters
+        (re.compile(r"[^~/]*/head"), "a/net/head", False),
     ],
 )
 def test_a_glob_matches_from_any_name_of_a_path_on_and_an_expression_whole_paths(

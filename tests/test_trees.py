@@ -251,6 +251,16 @@ def test_a_foreign_byte_order_is_selected_like_any_other(dtype):
         np.testing.assert_array_equal(selected, [2, 4])
 
 
+@pytest.mark.parametrize("wide", [np.int64(2**40), np.array([1, -(2**40)]), np.uint64(2**63)])
+def test_integers_of_numpy_that_would_wrap_are_refused(wide):
+    with pytest.raises(ValueError, match=r"integers that u?int32 does not hold at \['tokens'\]"):
+        jmp.select_tree(True, {"tokens": wide * 0}, {"tokens": wide})
+    with jax.enable_x64(True):
+        kept = jmp.select_tree(False, {"tokens": wide * 0}, {"tokens": wide})
+    assert np.array_equal(kept["tokens"], wide)
+    assert jmp.select_tree(True, np.int64(2**31 - 1), np.int64(-(2**31))) == 2**31 - 1
+
+
 def test_a_selection_compiles_to_selects_and_no_branches():
     jaxpr = str(jax.make_jaxpr(jmp.select_tree)(True, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}))
     assert "select_n" in jaxpr

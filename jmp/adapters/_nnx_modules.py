@@ -18,6 +18,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -117,7 +118,13 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 def _differ(before: "SplitModule", after: "SplitModule") -> bool:
     """Returns whether a Variable has changed, or whether attributes came or went."""
     is_same_graph = after.where == before.where
-    return not is_same_graph or any(array is not before[path] for path, array in after.items())
+    return not is_same_graph or any(not _is_same(x, before[path]) for path, x in after.items())
+
+
+def _is_same(value: PyTree, other: PyTree) -> bool:
+    structures: list[Any] = [jax.tree.structure(value), jax.tree.structure(other)]
+    pairs = map(operator.is_, jax.tree.leaves(value), jax.tree.leaves(other))
+    return structures[0] == structures[1] and all(pairs)
 
 
 @contextlib.contextmanager
@@ -259,19 +266,27 @@ def split_modules(tree: PyTree) -> PyTree:
 
 
 def taken_apart(nodes: list[Any]) -> list[SplitModule]:
-    """Returns the arrays of several modules, optimizers or Variables, which may share some."""
+    """Returns the arrays of several modules, optimizers or Variables, which may share some.
+
+    A module may have arrays as attributes, without a Variable. A Variable may hold containers, such
+    as what `nnx.capture` fills: they are copied, because they may change in place.
+    """
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
     parts = []
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
         names = [_name(path[1:], variable) for path, variable in own]
-        arrays = [variable.get_raw_value() for _, variable in own]
+        arrays = [jax.tree.map(lambda x: x, _raw(variable)) for _, variable in own]
         parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
     return parts
 
 
-def _name(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> str:
+def _raw(variable: Any) -> Any:
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _name(path: tuple[Any, ...], variable: Any) -> str:
     # A key of a dict with a slash in it stands in quotes: two Variables never share a name.
     name = "/".join(repr(part) if "/" in str(part) else str(part) for part in path)
     return name if isinstance(variable, nnx.Param) else Untrained(name)

@@ -243,14 +243,15 @@ def _is_unplanned(ran: Ran) -> bool:
 
 
 def _is_float16_on_tpu(plan: Plan, name: str) -> str:
-    """Says that a program for a TPU computes in float16."""
+    """Says that a program for a TPU, or another target without a matrix unit, is in float16."""
     request = plan.request
     if request.target.multiplies_float16 or request.settings.compute_dtype != jnp.float16:
         return ""
     return (
-        f"autocast of {described(name)} computes in float16 on a TPU, which has no matrix unit "
-        "for it. Use 'mixed_bfloat16' there, which needs no loss scale ('p=f32,c=half,o=f32' "
-        "chooses by the device)."
+        f"autocast of {described(name)} computes in float16 for platform="
+        f"{described(request.target.platform)}, which has no matrix unit for it. Use "
+        "'mixed_bfloat16' there, which needs no loss scale ('p=f32,c=half,o=f32' chooses by the "
+        "device)."
     )
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import errors, nnx
@@ -121,6 +122,54 @@ def test_what_a_call_changes_is_changed(way):
         if isinstance(variable, nnx.BatchStat | nnx.RngCount):
             assert jnp.allclose(got[...], variable[...], atol=1e-2), path
             assert got[...].dtype == variable[...].dtype
+
+
+class Scaled(nnx.Module):
+    """Arrays as attributes, without Variables: constants, and a count that each call changes."""
+
+    def __init__(self, rngs):
+        self.body = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
+        self.scale, self.offset = jnp.full((1, 8), 2.0), np.ones((1, 8), np.float32)
+        self.calls = jnp.array(0)
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return self.body(x * self.scale + self.offset)
+
+
+@pytest.mark.parametrize("way", ["view", "loss"])
+def test_arrays_may_be_attributes_of_modules(way):
+    model = Scaled(nnx.Rngs(0))
+    loss_fn = adapter.autocast(net_loss, "mixed_float16") if way == "loss" else net_loss
+    if way == "view":
+        model = adapter.autocast(model, "mixed_float16")
+    tx = transforms.mixed_precision(optax.sgd(0.1), "mixed_float16", jmp.StaticLossScale(8))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = nnx.jit(lambda *args: adapter.train_step(loss_fn, *args))
+    loss = step(model, optimizer, ROWS)
+    assert jnp.allclose(loss, net_loss(Scaled(nnx.Rngs(0)), ROWS), rtol=1e-3)
+    assert int(model.calls) == 1
+    diagnostics.assert_products_in(loss_fn, jnp.float16)(model, ROWS)
+
+
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.body = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "hidden", self.body(x))
+        return x
+
+
+@pytest.mark.parametrize("way", ["view", "function"])
+def test_what_a_call_sows_is_captured(way):
+    fun = view = adapter.autocast(Sowing(), "mixed_float16")
+    args = (ROWS,)
+    if way == "function":
+        fun, args = adapter.autocast(Sowing.__call__, "mixed_float16"), (Sowing(), ROWS)
+    _, captured = nnx.capture(fun, nnx.Intermediate)(*args)
+    (hidden,) = jax.tree.leaves(captured)
+    assert jnp.allclose(hidden, view.body(ROWS), rtol=1e-2, atol=1e-2)
 
 
 def test_a_lifted_loss_is_differentiated_and_decorates():

@@ -11,6 +11,7 @@ import pytest
 
 import jmp
 from jmp import diagnostics
+from jmp.autocasting import _passes
 from testbed.models import MODELS
 from tests.commands import in_full
 from tests.errors import relative_error
@@ -61,6 +62,14 @@ def test_float16_on_a_tpu_warns_once():
         warnings.simplefilter("error")
         jax.eval_shape(jmp.autocast(loss, "mixed_bfloat16", platform="tpu"), W, X)
         jax.eval_shape(jmp.autocast(loss, "mixed_float16", platform="gpu"), W, X)
+
+
+def test_float16_is_warned_of_by_the_name_of_any_target_without_a_unit_for_it(monkeypatch):
+    monkeypatch.setattr(_passes, "_TARGETS", dict(_passes._TARGETS))
+    target = _passes.HardwareTarget("neural", (), multiplies_float16=False)
+    _passes.register_target(["neural"], target)
+    with pytest.warns(jmp.Float16OnTpuWarning, match="platform='neural', which has no matrix"):
+        jax.eval_shape(jmp.autocast(loss, "mixed_float16", platform="neural"), W, X)
 
 
 @functools.cache
