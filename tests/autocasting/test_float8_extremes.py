@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp.autocasting.float8._bounds import ScalarEquation, extremes_of
+from jmp.autocasting.float8._extremes import ScalarEquation, extremes_of
 
 INF = math.inf
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)

@@ -190,7 +190,7 @@ def test_masks_that_are_joined_are_told_apart(combined):
         options = {"policy": "mixed_bfloat16", "platform": platform}
         ((form,), _) = attentions(attention(changed), TWO_HEADS, K, V, PADDING, **options)
         assert form.masking.is_causal
-        (mask,) = form.masking.masks
+        (mask,) = form.masking.terms
         assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 

@@ -53,46 +53,37 @@ def axes_repeated_to(axes: Axes, value: Value) -> Axes:
     return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
 
 
-# How a node treats the numbers of an operand.
+# Axes followed back through nodes.
 
 
 def moves_axes(node: Node) -> bool:
-    """Returns whether `axes_after` and `source_of` follow axes through a node."""
+    """Returns whether a node only moves or repeats the numbers of its operand."""
     moves = node.rule.reshapes or node.rule.repeats or node.name == "transpose"
     return moves or is_identity(node)
 
 
-# Axes followed through nodes.
+def axes_before(node: Node, operand: Value, axes: Axes) -> Axes | None:
+    """Returns the axes of an operand, given the axes of the result of a node.
 
+    The node moves axes, or computes each number from the numbers in its place. Axes along which it
+    repeats the operand have no labels in it.
 
-def axes_after(node: Node, axes: Axes) -> Axes | None:
-    """Returns the axes of the result of a node that moves axes, given its operand's.
-
-    Returns: None if the node repeats numbers, or would split the axis of one label.
+    Returns: None if the node merges two axes of the operand to one that has a single label.
     """
-    (result,) = node.outputs
     if node.name == "transpose":
-        return tuple(axes[i] for i in node.params["permutation"])
-    if is_identity(node):
-        return axes
-    if node.rule.repeats and result.size != node.inputs[0].size:
-        return None
-    return _regrouped(axes, shape_of(result))
+        places = node.params["permutation"]
+        return tuple(axes[places.index(i)] for i in range(len(axes)))
+    if node.rule.reshapes:
+        return _regrouped(axes, shape_of(operand))
+    if node.rule.repeats:
+        axes = tuple(axes[i] for i in node.params["broadcast_dimensions"])
+    return axes_repeated_to(axes, operand)
 
 
 def source_of(value: Value, axes: Axes) -> Labelled:
     """Returns the value that a value repeats and moves; repeated axes have no labels in it."""
     while (node := value.producer) is not None and moves_axes(node):
-        shape = shape_of(node.inputs[0])
-        before: Axes | None = axes
-        if node.name == "transpose":
-            places = node.params["permutation"]
-            before = tuple(axes[places.index(i)] for i in range(len(axes)))
-        elif node.rule.repeats:
-            places = node.params["broadcast_dimensions"]
-            before = axes_repeated_to(tuple(axes[i] for i in places), node.inputs[0])
-        elif node.rule.reshapes:
-            before = _regrouped(axes, shape)
+        before = axes_before(node, node.inputs[0], axes)
         if before is None:
             break
         value, axes = node.inputs[0], before
@@ -121,10 +112,9 @@ def differing_labels(value: Value, axes: Axes) -> set[Label]:
     """Returns the labels along which entries of a value are not known to be equal."""
 
     def operands(source: Labelled) -> list[Labelled]:
-        if not _is_in_place(source.value.producer):
-            return []
-        pairs = ((v, source.axes if shape_of(v) else ()) for v in source.value.producer.inputs)
-        return [_origin_of(value, axes) for value, axes in pairs]
+        node = source.value.producer
+        inputs = node.inputs if _is_in_place(node) else ()
+        return [_origin_of(v, axes_repeated_to(source.axes, v)) for v in inputs]
 
     sources = reached([_origin_of(value, axes)], operands)
     ends = (source for source in sources if not _is_in_place(source.value.producer))

@@ -1,16 +1,20 @@
-"""The pass that fuses attentions: which ones, and their steps.
+"""The pass that fuses attentions: how a kernel is to compute each one, and the step that runs it.
 
 A fused attention is a step that contains the steps it replaces. They run if the program is lowered
 for another platform than it was planned for. Masks are recognised by their values: a causal mask
-and a window need no array, and a mask that masks nothing is dropped.
+and a window need no array, and a mask that masks nothing is dropped. `_cudnn` and `_pallas` have
+the kernels.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jmp.autocasting._constants import constant_of
 from jmp.autocasting._emit import read_value
@@ -28,7 +32,6 @@ from jmp.autocasting._steps import (
     runnable_order,
 )
 from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
-from jmp.autocasting.attention._kernels import Booleans, Kernel, KernelForm, Masking
 from jmp.autocasting.attention._matching import (
     LARGEST_FILL,
     Attention,
@@ -39,17 +42,77 @@ from jmp.autocasting.attention._matching import (
 )
 from jmp.dtypes import FLOAT32
 
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
-def attend_by(
-    kernel: Kernel, form: KernelForm, reads: Sequence[Read], environment: Environment
-) -> Any:
-    """Returns the result of an attention.
+ONE_DIRECTION = (
+    "autocast(attention='fused') got {what}: the fused kernel has only a first derivative in "
+    "reverse mode (jax.grad, jax.vjp). Use attention='plain' for this function."
+)
 
-    Args:
-      reads: queries, keys, values, and the values of the form's terms.
+
+# How a kernel is to compute an attention.
+
+
+class Masking(NamedTuple):
+    """How scores change between scale and softmax."""
+
+    is_causal: bool
+    window: int | None  # how many keys before its own a row sees, if it is causal
+    constant: Booleans | None  # another mask without inputs, if the kernel takes one; see `kept`
+    terms: Sequence[Bias | Mask]  # those that the first three do not express; a kernel reads them
+    has_gradient: bool  # a bias has one
+    sees_a_key: bool  # each row is known to
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a kernel reads a bias."""
+        return any(isinstance(term, Bias) for term in self.terms)
+
+    def kept(self, rows: int, keys: int) -> Any:
+        """Returns which scores the first three keep: (batch, heads, rows, keys)."""
+        if self.constant is not None:
+            return self.constant
+        behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
+        if not self.is_causal:
+            return jnp.ones_like(behind, bool)
+        return (behind >= 0) & (self.window is None or behind <= self.window)
+
+
+class KernelForm(NamedTuple):
+    """The arrays of one attention as a kernel takes them, and what it does to the scores.
+
+    Queries have the shape (batch, rows, heads, width), keys and values (batch, keys, groups of
+    heads, width), a bias or a mask (batch, heads, rows, keys).
     """
-    query, key, values, *terms = (read_value(read, environment) for read in reads)
-    return kernel.attend(form, query, key, values, terms)
+
+    query: Layout
+    key: Layout
+    values: Layout
+    result: Layout
+    scale: float
+    masking: Masking
+    bias_axes: Axes
+
+    def kept_by(self, mask: Mask, array: Any) -> Any:
+        """Returns which scores a mask keeps, of length one along axes that do not matter to it."""
+        return spread(jnp.asarray(array) == mask.keeps, mask.source.axes, self.bias_axes)
+
+
+class Kernel(NamedTuple):
+    """A kernel that computes attention on one platform."""
+
+    platform: str  # as `jax.lax.platform_dependent` names it
+    name: str
+    # Given a form, its queries, keys and values, and the values of its terms. Returns the result,
+    # and which rows see a key: (batch, heads, rows, 1). None if each is known to.
+    attend: Callable[[KernelForm, Any, Any, Any, list[Any]], tuple[Any, Any]]
+    # Says why it does not take a form, given the queries and the dtype; "" if it may.
+    limit_of: Callable[[KernelForm, Value, np.dtype], str]
+    takes_constants: bool  # masks without inputs that are neither causal nor a window
+    why: str
+
+
+# Which attentions are fused.
 
 
 def fuse_attentions(kernel: Kernel, steps: Sequence[Step], level: Level) -> list[Step]:
@@ -150,9 +213,9 @@ def why_refused(kernel: Kernel, form: KernelForm, reads: Sequence[Read]) -> str:
     finds no cuDNN.
     """
 
-    def with_gradient(query: Any, key: Any, values: Any, *terms: Any) -> Any:
-        attend = lambda q, k, v: kernel.attend(form, q, k, v, list(terms))
-        result, pull_back = jax.vjp(attend, query, key, values)
+    def with_gradient(*arrays: Any) -> Any:
+        of_heads = lambda *heads: attend(kernel, form, [*heads, *arrays[3:]])
+        result, pull_back = jax.vjp(of_heads, *arrays[:3])
         return pull_back(result)
 
     types = [jax.ShapeDtypeStruct(r.value.aval.shape, r.dtype or r.value.dtype) for r in reads]
@@ -161,6 +224,43 @@ def why_refused(kernel: Kernel, form: KernelForm, reads: Sequence[Read]) -> str:
     except Exception as error:  # JAX raises what it finds: RuntimeError, ValueError, ...
         return " ".join(str(error).split()) or type(error).__name__
     return ""
+
+
+# How it runs.
+
+
+def attend_by(
+    kernel: Kernel, form: KernelForm, reads: Sequence[Read], environment: Environment
+) -> Any:
+    """Returns the result of an attention.
+
+    Args:
+      reads: queries, keys, values, and the values of the form's terms.
+    """
+    return attend(kernel, form, [read_value(read, environment) for read in reads])
+
+
+def attend(kernel: Kernel, form: KernelForm, arrays: Sequence[Any]) -> Any:
+    """Returns the attention of half queries, keys and values, in their dtype.
+
+    The result of a row whose keys are all masked is the average of the values, as in the plain
+    program, whose scores are all equal there. Its gradient with respect to queries and keys is
+    zero.
+
+    Args:
+      arrays: these three, and the values of the form's terms.
+    """
+    query, key, values, *terms = arrays
+    query, key, values = form.query(query), form.key(key), form.values(values)
+    result, sees_a_key = kernel.attend(form, query, key, values, terms)
+    if sees_a_key is not None:
+        sees_a_key = sees_a_key.swapaxes(1, 2)
+        average = values.mean(1, keepdims=True, dtype=jnp.float32)
+        average = jnp.repeat(average, result.shape[2] // values.shape[2], axis=2)
+        # Rounded after it is repeated: so its gradient, a term for each row, adds up in float32.
+        average = jnp.broadcast_to(average, result.shape).astype(result.dtype)
+        result = jnp.where(sees_a_key, result, average)
+    return form.result(result)
 
 
 # The form.
@@ -190,8 +290,7 @@ def _rows_and_heads(attention: Attention) -> tuple[Labels, Labels, Labels, Label
     rows, batch = attention.rows, attention.batch
     if len(rows) > 2:
         raise NotFused("its queries have more than two axes that its keys have not")
-    terms: list[Bias | Mask] = [*attention.biases, *attention.masks]
-    masked = {label for term in terms for label in labels_of(term.source.axes)}
+    masked = {label for term in attention.terms for label in labels_of(term.source.axes)}
     # One of two is the position: a mask differs along it, and not from head to head. Without a mask
     # the longer one is taken.
     row = min(rows, key=lambda label: (label not in masked, -label.length), default=None)
@@ -222,7 +321,7 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
 
     Raises: NotFused if the kernel cannot apply them.
     """
-    terms: list[Bias | Mask] = [*attention.biases, *attention.masks]
+    terms = attention.terms
     known = {term: _known(term, bias_axes) for term in terms}
     kept: Booleans = np.ones((1, 1, 1, 1), bool)
     for found in filter(None, known.values()):
@@ -231,14 +330,14 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
     pattern = _pattern(kept, (*rows, *keys))
     constant = kept if pattern is None and kernel.takes_constants and len(kept) == 1 else None
     if pattern is not None or constant is not None:
-        terms = [t for t in terms if (one := known[t]) is None or not one.only_masks]
+        terms = tuple(t for t in terms if (one := known[t]) is None or not one.only_masks)
     learned = [t for t in terms if isinstance(t, Bias) and t.source.value.varies]
     if learned and any(set(batch).intersection(labels_of(t.source.axes)) for t in terms):
         why = "is given no bias with a gradient that differs from example to example"
         raise NotFused(f"{kernel.name} {why}")
     is_known = all(known[t] is not None or t in learned for t in terms)
     sees_a_key = is_known and bool(kept.any(-1).all())
-    fills = {mask.fill for mask in attention.masks}
+    fills = {term.fill for term in attention.terms if isinstance(term, Mask)}
     if not sees_a_key and -np.inf in fills:
         raise NotFused("its mask is of -inf: a row that is masked wholly is NaN")
     if not sees_a_key and len(fills) > 1:
@@ -248,8 +347,7 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
         is_causal=is_causal,
         window=window,
         constant=constant,
-        biases=[term for term in terms if isinstance(term, Bias)],
-        masks=[term for term in terms if isinstance(term, Mask)],
+        terms=terms,
         has_gradient=bool(learned),
         sees_a_key=sees_a_key,
     )
@@ -287,3 +385,56 @@ def _pattern(kept: Booleans, labels: Sequence[Label]) -> tuple[bool, int | None]
     if not (kept == seen).all():
         return None
     return True, None if window == length - 1 else window
+
+
+# Derivatives that the kernels lack raise an error when they are asked for.
+
+
+def differentiated_once(
+    function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function with one derivative, in reverse mode; others raise.
+
+    Args:
+      forward, backward: as `jax.custom_vjp` takes them.
+    """
+    attention = jax.custom_vjp(function)
+    attention.defvjp(_without_derivative(forward), _without_derivative(backward))
+    return lambda *operands: attention(*jax.tree.map(_in_reverse_mode, operands))
+
+
+def _without_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(ONE_DIRECTION.format(what="a second derivative"))
+
+    wrapped.defjvp(refuse)
+    return lambda *operands: wrapped(*operands)
+
+
+@jax.custom_jvp
+def _in_reverse_mode(array: Any) -> Any:
+    """Returns the array; forward mode raises.
+
+    A primitive returns its tangent that can be transposed and not run. Only forward mode leaves it
+    in the program.
+    """
+    return array
+
+
+@_in_reverse_mode.defjvp
+def _hand_on(primals: Any, tangents: Any) -> Any:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
+
+
+_tangent = Primitive("reverse_mode_only")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.defvectorized(_tangent)
+mlir.register_lowering(_tangent, _refuse_forward_mode)

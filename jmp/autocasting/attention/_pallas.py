@@ -19,14 +19,8 @@ import numpy as np
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
 from jmp.autocasting.attention._axes import labels_of
-from jmp.autocasting.attention._kernels import (
-    Kernel,
-    KernelForm,
-    Masking,
-    differentiated_once,
-    in_reverse_mode,
-    or_average,
-)
+from jmp.autocasting.attention._fusing import Kernel, KernelForm, Masking, differentiated_once
+from jmp.autocasting.attention._matching import Mask
 
 LANES = 128  # a tile is a multiple of it
 LARGEST_TILE = 512
@@ -37,30 +31,26 @@ OfHeads = Callable[..., Any]  # of queries, keys, values and segments, heads bef
 
 
 def attend_on_tpu(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
-    """Returns the attention of bfloat16 queries, keys and values.
-
-    The result of a row whose keys are all masked is the average of the values, as in the plain
-    program.
+    """Returns the result of an attention, and which rows see a key; see `Kernel.attend`.
 
     Args:
-      terms: the values of `form.masking.masks`. There are no biases.
+      terms: the values of the masks. There are no biases.
     """
-    q, k, v = form.query(query), form.key(key), form.values(values)
-    (batch, rows), keys = q.shape[:2], k.shape[1]
-    kept = list(map(form.kept_by, form.masking.masks, terms))
+    (batch, rows), keys = query.shape[:2], key.shape[1]
+    pairs = zip(form.masking.terms, terms, strict=True)
+    kept = [form.kept_by(mask, array) for mask, array in pairs if isinstance(mask, Mask)]
     # Queries are in one segment, and so are the keys that they may see.
     segments = None
     of_keys = [one for one in kept if one.shape[2] == 1]
     if of_keys:
         seen = jnp.broadcast_to(_all(of_keys), (batch, 1, 1, keys))[:, 0, 0]
         segments = jnp.ones((batch, rows), jnp.int32), seen.astype(jnp.int32)
-    kernel = _splash(form, q, k) if _is_exact(form.scale) else _flash(form, q, k)
-    operands = (in_reverse_mode(array.swapaxes(1, 2)) for array in (q, k, v))
-    result = _with_one_derivative(kernel)(*operands, segments).swapaxes(1, 2)
-    if kept:
-        sees_a_key = _all([form.masking.kept(rows, keys), *kept]).any(-1, keepdims=True)
-        result = or_average(result, sees_a_key.swapaxes(1, 2), v)
-    return form.result(result)
+    kernel = _splash(form, query, key) if _is_exact(form.scale) else _flash(form, query, key)
+    heads = (array.swapaxes(1, 2) for array in (query, key, values))
+    result = _with_one_derivative(kernel)(*heads, segments).swapaxes(1, 2)
+    if not kept:
+        return result, None
+    return result, _all([form.masking.kept(rows, keys), *kept]).any(-1, keepdims=True)
 
 
 def _all(masks: list[Any]) -> Any:
@@ -153,11 +143,9 @@ def _with_one_derivative(kernel: OfHeads) -> OfHeads:
 
         return run
 
-    attention = jax.custom_vjp(traced(kernel))
     forward = traced(lambda *operands: jax.vjp(kernel, *operands))
     backward = traced(lambda pull_back, cotangent: pull_back(cotangent))
-    attention.defvjp(differentiated_once(forward), differentiated_once(backward))
-    return attention
+    return differentiated_once(traced(kernel), forward, backward)
 
 
 # Forms that the kernels do not compute.
@@ -171,10 +159,10 @@ def limit_of(form: KernelForm, query: Value, half: np.dtype) -> str:
         return "a TPU multiplies bfloat16, and no float16"
     if rows % LANES or keys % LANES:
         return f"it has {rows} queries and {keys} keys; both have to be multiples of {LANES}"
-    if masking.biases:
+    if masking.has_bias:
         return "it reads a bias as an array as large as the scores"
     of_heads, of_rows, of_keys = (set(axis) for axis in form.bias_axes[1:])
-    for mask in masking.masks:
+    for mask in masking.terms:
         labels = set(labels_of(mask.source.axes))
         if labels & of_heads or (labels & of_rows and labels & of_keys):
             return "its mask is not known beforehand, and not only one of keys"
