@@ -144,6 +144,5 @@ CUDNN = Kernel(
     name="JAX's cuDNN attention",
     attend=attend,
     limit_of=lambda form, query, half: "",
-    takes_constants=False,
     why="attention: one fused cuDNN kernel where the program is lowered for CUDA",
 )

@@ -31,15 +31,8 @@ from jmp.autocasting._steps import (
     nodes_of,
     runnable_order,
 )
-from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, labels_of, spread
-from jmp.autocasting.attention._matching import (
-    LARGEST_FILL,
-    Attention,
-    Bias,
-    Mask,
-    NotFused,
-    find_attention,
-)
+from jmp.autocasting.attention._axes import Axes, Label, Labels, Layout, spread
+from jmp.autocasting.attention._matching import Attention, Bias, Mask, NotFused, find_attention
 from jmp.dtypes import FLOAT32
 
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
@@ -58,8 +51,7 @@ class Masking(NamedTuple):
 
     is_causal: bool
     window: int | None  # how many keys before its own a row sees, if it is causal
-    constant: Booleans | None  # another mask without inputs, if the kernel takes one; see `kept`
-    terms: Sequence[Bias | Mask]  # those that the first three do not express; a kernel reads them
+    terms: Sequence[Bias | Mask]  # what these two do not express; a kernel reads them
     has_gradient: bool  # a bias has one
     sees_a_key: bool  # each row is known to
 
@@ -69,9 +61,7 @@ class Masking(NamedTuple):
         return any(isinstance(term, Bias) for term in self.terms)
 
     def kept(self, rows: int, keys: int) -> Any:
-        """Returns which scores the first three keep: (batch, heads, rows, keys)."""
-        if self.constant is not None:
-            return self.constant
+        """Returns which scores the causal mask keeps: (batch, heads, rows, keys)."""
         behind = jnp.arange(rows)[None, None, :, None] - jnp.arange(keys)[None, None, None]
         if not self.is_causal:
             return jnp.ones_like(behind, bool)
@@ -95,7 +85,7 @@ class KernelForm(NamedTuple):
 
     def kept_by(self, mask: Mask, array: Any) -> Any:
         """Returns which scores a mask keeps, of length one along axes that do not matter to it."""
-        return spread(jnp.asarray(array) == mask.keeps, mask.source.axes, self.bias_axes)
+        return spread(mask.kept(jnp.asarray(array)), mask.source.axes, self.bias_axes)
 
 
 class Kernel(NamedTuple):
@@ -108,7 +98,6 @@ class Kernel(NamedTuple):
     attend: Callable[[KernelForm, Any, Any, Any, list[Any]], tuple[Any, Any]]
     # Says why it does not take a form, given the queries and the dtype; "" if it may.
     limit_of: Callable[[KernelForm, Value, np.dtype], str]
-    takes_constants: bool  # masks without inputs that are neither causal nor a window
     why: str
 
 
@@ -145,7 +134,7 @@ def _fused_step(
 
     Raises: NotFused if the kernel would compute something else, or not at all.
     """
-    of_operands = labels_of((*attention.query.axes, *attention.key.axes, *attention.values.axes))
+    of_operands = (*attention.query.labels, *attention.key.labels, *attention.values.labels)
     if has_symbols(tuple(label.length for label in of_operands)):
         raise NotFused("a size of it is a symbol, and a kernel is made for one size")
     group = replaced_steps(attention, step_of, level)
@@ -271,8 +260,8 @@ def _form(attention: Attention, kernel: Kernel) -> KernelForm:
     row, batch, shared_heads, own_heads = _rows_and_heads(attention)
     heads, keys = (*shared_heads, *own_heads), (attention.keys,)
     of_query, of_key = (batch, row, heads), (batch, keys, shared_heads)
-    (width,) = {*labels_of(attention.query.axes)} - {*attention.batch, *attention.rows}
-    (value_width,) = {*labels_of(attention.values.axes)} - {*attention.batch, attention.keys}
+    (width,) = {*attention.query.labels} - {*attention.batch, *attention.rows}
+    (value_width,) = {*attention.values.labels} - {*attention.batch, attention.keys}
     bias_axes = (batch, heads, row, keys)
     return KernelForm(
         query=Layout.between(attention.query.axes, (*of_query, (width,))),
@@ -290,12 +279,12 @@ def _rows_and_heads(attention: Attention) -> tuple[Labels, Labels, Labels, Label
     rows, batch = attention.rows, attention.batch
     if len(rows) > 2:
         raise NotFused("its queries have more than two axes that its keys have not")
-    masked = {label for term in attention.terms for label in labels_of(term.source.axes)}
+    masked = {label for term in attention.terms for label in term.source.labels}
     # One of two is the position: a mask differs along it, and not from head to head. Without a mask
     # the longer one is taken.
     row = min(rows, key=lambda label: (label not in masked, -label.length), default=None)
     own_heads = tuple(label for label in rows if label != row)
-    order = labels_of(attention.query.axes)
+    order = attention.query.labels
     has_heads = len(batch) > 1 or (
         bool(batch) and row is not None and order.index(batch[0]) > order.index(row)
     )
@@ -328,11 +317,10 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
         kept = kept & found.keeps
     batch, _, rows, keys = bias_axes
     pattern = _pattern(kept, (*rows, *keys))
-    constant = kept if pattern is None and kernel.takes_constants and len(kept) == 1 else None
-    if pattern is not None or constant is not None:
+    if pattern is not None:
         terms = tuple(t for t in terms if (one := known[t]) is None or not one.only_masks)
     learned = [t for t in terms if isinstance(t, Bias) and t.source.value.varies]
-    if learned and any(set(batch).intersection(labels_of(t.source.axes)) for t in terms):
+    if learned and any(set(batch).intersection(t.source.labels) for t in terms):
         why = "is given no bias with a gradient that differs from example to example"
         raise NotFused(f"{kernel.name} {why}")
     is_known = all(known[t] is not None or t in learned for t in terms)
@@ -346,7 +334,6 @@ def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Maskin
     return Masking(
         is_causal=is_causal,
         window=window,
-        constant=constant,
         terms=terms,
         has_gradient=bool(learned),
         sees_a_key=sees_a_key,
@@ -361,10 +348,8 @@ def _known(term: Bias | Mask, bias_axes: Axes) -> _Known | None:
         return None
     axes = tuple(axis if n != 1 else () for axis, n in zip(axes, numbers.shape, strict=True))
     numbers = spread(numbers, axes, bias_axes)
-    if isinstance(term, Mask):
-        return _Known(numbers == term.keeps, only_masks=True)
-    keeps = numbers.astype(np.float64) * term.factor > LARGEST_FILL
-    return _Known(keeps, only_masks=not numbers[keeps].any())
+    keeps = term.kept(numbers)
+    return _Known(keeps, only_masks=isinstance(term, Mask) or not numbers[keeps].any())
 
 
 def _pattern(kept: Booleans, labels: Sequence[Label]) -> tuple[bool, int | None] | None:

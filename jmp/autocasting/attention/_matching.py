@@ -19,25 +19,15 @@ there to the first product.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jmp.autocasting._constants import constant_of
 from jmp.autocasting._facts import Softmax
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
-from jmp.autocasting.attention._axes import (
-    Axes,
-    Label,
-    Labelled,
-    Labels,
-    axes_before,
-    axes_repeated_to,
-    differing_labels,
-    labels_of,
-    moves_axes,
-    own_axes,
-    source_of,
-)
+from jmp.autocasting.attention._axes import Axes, Label, Labelled, Labels, moves_axes
 
 # The largest number that a mask may put in place of a score: beside any score that is left its
 # exponential is zero.
@@ -58,6 +48,10 @@ class Bias(NamedTuple):
     source: Labelled
     factor: float
 
+    def kept(self, numbers: Any) -> Any:
+        """Returns which scores it does not hide, given its numbers, an array of NumPy."""
+        return numbers.astype(np.float64) * self.factor > LARGEST_FILL
+
 
 class Mask(NamedTuple):
     """A boolean value: scores stay if it equals `keeps`, and become `fill` otherwise."""
@@ -65,6 +59,10 @@ class Mask(NamedTuple):
     source: Labelled
     keeps: bool
     fill: float
+
+    def kept(self, numbers: Any) -> Any:
+        """Returns which scores it does not hide, given its numbers."""
+        return numbers == self.keeps
 
 
 class Attention(NamedTuple):
@@ -78,6 +76,7 @@ class Attention(NamedTuple):
     terms: tuple[Bias | Mask, ...]  # the biases, then the masks, in program order
     query: Labelled
     key: Labelled
+    are_queries_left: bool  # of the keys, in the first product
     values: Labelled
     result_axes: Axes
     keys: Label  # of the axis over which the softmax sums
@@ -85,39 +84,15 @@ class Attention(NamedTuple):
     @property
     def batch(self) -> Labels:
         """The labels that queries, keys and values share, in the queries' order."""
-        of_key = labels_of(self.key.axes)
-        shared = (label for label in labels_of(self.query.axes) if label in of_key)
+        of_key = self.key.labels
+        shared = (label for label in self.query.labels if label in of_key)
         return tuple(label for label in shared if label.number != WIDTH)
 
     @property
     def rows(self) -> Labels:
         """The labels that only the queries have, in their order."""
-        of_key = labels_of(self.key.axes)
-        return tuple(label for label in labels_of(self.query.axes) if label not in of_key)
-
-
-class _Walk:
-    """A walk back from the weights that the second product reads.
-
-    Attributes:
-      value: where it is.
-      axes: of that value.
-      passed: the nodes behind it.
-    """
-
-    def __init__(self, weights: Value) -> None:
-        self.value, self.axes = weights, own_axes(weights)
-        self.passed: list[Node] = []
-
-    def goes_to(self, operand: Value) -> bool:
-        """Goes back to an operand of the node that makes the value, if its axes can be followed."""
-        node = self.value.producer
-        axes = axes_before(node, operand, self.axes) if node is not None else None
-        if node is None or axes is None:
-            return False
-        self.value, self.axes = operand, axes
-        self.passed.append(node)
-        return True
+        of_key = self.key.labels
+        return tuple(label for label in self.query.labels if label not in of_key)
 
 
 def find_attention(result: Node, softmaxes: Iterable[Softmax]) -> Attention | None:
@@ -130,54 +105,58 @@ def find_attention(result: Node, softmaxes: Iterable[Softmax]) -> Attention | No
     """
     if result.name != "dot_general":
         return None
-    walks = [_to_division(operand) for operand in result.inputs]
-    for side, walk in enumerate(walks):
+    paths = [_to_division(operand) for operand in result.inputs]
+    for side, path in enumerate(paths):
         for softmax in softmaxes:
-            if softmax.division is not None and softmax.division is walk.value.producer:
-                return _attention(result, side, softmax, walk)
+            if softmax.division is not None and softmax.division is path[-1].value.producer:
+                return _attention(result, side, softmax, path)
     powers = {softmax.exp for softmax in softmaxes}
-    for walk in walks:
-        node = walk.value.producer
-        if node is not None and not powers.isdisjoint(_makers(walk.value)):
-            raise NotFused(f"{node.name} stands between its softmax and the values")
+    for *_, (value, _) in paths:
+        if value.producer is not None and not powers.isdisjoint(_makers(value)):
+            raise NotFused(f"{value.producer.name} stands between its softmax and the values")
     return None
 
 
-def _attention(result: Node, side: int, softmax: Softmax, walk: _Walk) -> Attention:
+def _attention(result: Node, side: int, softmax: Softmax, path: list[Labelled]) -> Attention:
     """Returns the attention of a softmax.
 
     Args:
       result: the product that reads the weights.
       side: which of its operands they are.
-      walk: from there to what the softmax returns.
+      path: from the weights to what the softmax returns.
     """
-    weights = own_axes(result.inputs[side])
-    summed = [label for axis in softmax.total.params["axes"] for label in walk.axes[axis]]
+    weights, quotient = path[0], path[-1]
+    summed = [label for axis in softmax.total.params["axes"] for label in quotient.axes[axis]]
     if len(softmax.total.params["axes"]) != 1 or len(summed) != 1:
         raise NotFused("its softmax is not over one axis of keys longer than one")
     (keys,) = summed
-    values, result_axes = _values(result, side, weights, keys)
-    walk.goes_to(softmax.exp.outputs[0])
-    walk.goes_to(softmax.argument)
-    argument = walk.value = _without_shifts(walk.value, walk.axes, keys)
-    scores, scale, terms = _to_scores(walk)
-    if {*labels_of(walk.axes)} != {*labels_of(weights)}:
+    values, result_axes = _values(result, side, weights.axes, keys)
+    argument = _without_shifts(Labelled(softmax.argument, quotient.axes), keys)
+    path += [Labelled(softmax.exp.outputs[0], quotient.axes), argument]
+    scores, scale, terms = _to_scores(path)
+    if {*path[-1].labels} != {*weights.labels}:
         raise NotFused("its scores or its weights are repeated")
-    query, key = _queries_and_keys(scores, walk.axes, keys)
+    left, right = _operands(scores, path[-1].axes)
+    are_queries_left = keys in right.labels
+    query, key = (left, right) if are_queries_left else (right, left)
+    if {*key.labels} - {*query.labels} != {keys}:
+        raise NotFused("its keys have an axis that neither queries nor values have")
+    nodes = (passed.value.producer for passed in reversed(path))
     attention = Attention(
         scores=scores,
         result=result,
-        nodes=(scores, *walk.passed, result),
-        argument=argument,
+        nodes=(*filter(None, nodes), result),
+        argument=argument.value,
         scale=scale,
         terms=terms,
         query=query,
         key=key,
+        are_queries_left=are_queries_left,
         values=values,
         result_axes=result_axes,
         keys=keys,
     )
-    others = {label for label in labels_of(values.axes) if label.number != VALUE_WIDTH}
+    others = {label for label in values.labels if label.number != VALUE_WIDTH}
     if others != {*attention.batch, keys}:
         raise NotFused("its values have other batch axes than its keys")
     return attention
@@ -186,21 +165,20 @@ def _attention(result: Node, side: int, softmax: Softmax, walk: _Walk) -> Attent
 # From the second product back to the softmax.
 
 
-def _to_division(weights: Value) -> _Walk:
-    """Returns a walk past the nodes that move weights or multiply them by ones."""
-    walk = _Walk(weights)
-    operand = _handed_on(weights)
-    while operand is not None and walk.goes_to(operand):
-        operand = _handed_on(operand)
-    return walk
+def _to_division(weights: Value) -> list[Labelled]:
+    """Returns weights, and what they are before they are moved or multiplied by ones."""
+    path = [Labelled.own(weights)]
+    while (operand := _handed_on(path[-1].value)) and (before := path[-1].before(operand)):
+        path.append(before)
+    return path
 
 
 def _handed_on(value: Value) -> Value | None:
     """Returns what a value is, before it is moved or multiplied by ones; None if it is computed."""
     node = value.producer
-    if node is None or moves_axes(node):
-        return None if node is None else node.inputs[0]
-    if node.name == "mul":  # the mask of a model whose heads can be switched off
+    if node is not None and moves_axes(node):
+        return node.inputs[0]
+    if node is not None and node.name == "mul":  # such as by the mask of a model's heads
         for operand, other in (node.inputs, node.inputs[::-1]):
             factor = constant_of(other)
             if factor is not None and (factor == 1).all():
@@ -226,43 +204,46 @@ def _is_passed(node: Node) -> bool:
 # From the softmax back to the first product.
 
 
-def _without_shifts(argument: Value, axes: Axes, keys: Label) -> Value:
+def _without_shifts(argument: Labelled, keys: Label) -> Labelled:
     """Returns what a softmax is of, without numbers that all keys of a row subtract.
 
     They cancel. The row's maximum is one.
     """
-    while (shift := argument.producer) is not None and shift.name == "sub":
-        argument_before, subtracted = shift.inputs
-        if keys in differing_labels(subtracted, axes_repeated_to(axes, subtracted)):
+    while (shift := argument.value.producer) is not None and shift.name == "sub":
+        before, subtracted = (Labelled.repeated(x, argument.axes) for x in shift.inputs)
+        if keys in subtracted.differing_labels():
             break
-        argument = argument_before
+        argument = before
     return argument
 
 
-def _to_scores(walk: _Walk) -> tuple[Node, float, tuple[Bias | Mask, ...]]:
-    """Goes on to the first product. Returns it, and the scale, biases and masks of its result.
+def _to_scores(path: list[Labelled]) -> tuple[Node, float, tuple[Bias | Mask, ...]]:
+    """Adds the values from the softmax's argument to the scores to a path, which ends with it.
 
+    Returns: the first product, and the scale, biases and masks of its result.
     Raises: NotFused if a node changes scores otherwise than by adding, scaling and choosing.
     """
-    made_of_products = _made_of_products(walk.value)
+    made_of_products = _made_of_products(path[-1].value)
     scale, biases, masks = 1.0, list[Bias](), list[Mask]()
-    while (node := walk.value.producer) is not None and walk.value in made_of_products:
+    while (node := path[-1].value.producer) is not None and path[-1].value in made_of_products:
         if _is_product(node):
             return node, scale, (*biases, *masks)
         operands = {"div": node.inputs[:1], "select_n": node.inputs[1:]}.get(node.name, node.inputs)
         scores = next((x for x in operands if x in made_of_products), node.inputs[0])
         if node.name == "select_n":
-            masks = [*_masks_of(node, scores, walk.axes, scale), *masks]
+            masks = [*_masks_of(node, scores, path[-1].axes, scale), *masks]
             if biases and masks[0].fill > LOWERED * scale:
                 raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
         elif node.name in ("mul", "div"):
             scale *= _factor_of(node, scores)
         elif node.rule.linear:
-            biases = [_bias_of(node, scores, walk.axes, scale), *biases]
+            biases = [_bias_of(node, scores, path[-1].axes, scale), *biases]
         elif not moves_axes(node):
             raise NotFused(f"{node.name} changes its scores")
-        if not walk.goes_to(scores):
+        before = path[-1].before(scores)
+        if before is None:
             raise NotFused(f"{node.name} mixes the axes of its scores")
+        path.append(before)
     raise NotFused("no product is found in front of its softmax")
 
 
@@ -317,7 +298,7 @@ def _masks_of(node: Node, scores: Value, axes: Axes, scale: float) -> Iterator[M
 
 def _joined_masks(value: Value, axes: Axes, keeps: bool) -> Iterator[Labelled]:
     """Yields the masks that a mask joins: `a` and `b` of `a & b`, if true keeps a score."""
-    mask = source_of(value, axes_repeated_to(axes, value))
+    mask = Labelled.repeated(value, axes).source()
     while (written := _as_numbers(mask)) is not None:
         mask = written
     node = mask.value.producer
@@ -333,11 +314,11 @@ def _as_numbers(mask: Labelled) -> Labelled | None:
     node = mask.value.producer
     if node is None or node.name != "ne" or node.inputs[1].constant != 0:
         return None
-    numbers, axes = source_of(node.inputs[0], mask.axes)
+    numbers, axes = Labelled(node.inputs[0], mask.axes).source()
     node = numbers.producer
     if node is None or node.name != "convert_element_type" or node.inputs[0].dtype != bool:
         return None
-    return source_of(node.inputs[0], axes)
+    return Labelled(node.inputs[0], axes).source()
 
 
 def _differing_part(value: Value, axes: Axes) -> Labelled:
@@ -346,29 +327,22 @@ def _differing_part(value: Value, axes: Axes) -> Labelled:
     Args:
       axes: of the scores, to which the bias or mask is repeated.
     """
-    value, axes = source_of(value, axes_repeated_to(axes, value))
-    differing = differing_labels(value, axes)
-    return Labelled(value, tuple(() if differing.isdisjoint(axis) else axis for axis in axes))
+    source = Labelled.repeated(value, axes).source()
+    differing = source.differing_labels()
+    kept = tuple(() if differing.isdisjoint(axis) else axis for axis in source.axes)
+    return Labelled(source.value, kept)
 
 
 # The operands of the two products.
 
 
-def _queries_and_keys(scores: Node, axes: Axes, keys: Label) -> tuple[Labelled, Labelled]:
-    """Returns what the first product reads, given the axes of its result.
-
-    Raises: NotFused if an axis is not where an attention has it.
-    """
+def _operands(scores: Node, axes: Axes) -> tuple[Labelled, Labelled]:
+    """Returns what the first product reads, given the axes of its result."""
     (summed, _), _ = scores.params["dimension_numbers"]
     if len(summed) != 1:
         raise NotFused("its first product sums over more than one axis")
     width = (Label(WIDTH, shape_of(scores.inputs[0])[summed[0]]),)
-    query, key = (_operand(scores, side, width, axes) for side in (0, 1))
-    if keys in labels_of(query.axes):
-        query, key = key, query
-    if {*labels_of(key.axes)} - {*labels_of(query.axes)} != {keys}:
-        raise NotFused("its keys have an axis that neither queries nor values have")
-    return query, key
+    return _operand(scores, 0, width, axes), _operand(scores, 1, width, axes)
 
 
 def _values(result: Node, side: int, weights: Axes, keys: Label) -> tuple[Labelled, Axes]:

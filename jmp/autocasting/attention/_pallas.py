@@ -1,9 +1,9 @@
 """Attention as JAX's Pallas kernels for TPUs compute it: one kernel forward, two backward.
 
 Scores are computed tile by tile, in float32, and are never in memory. The splash kernel groups
-heads and leaves out tiles that a constant mask hides. It scales nothing: the queries are multiplied
-by a scale that is a power of two, which is exact. For other scales the flash kernel is used, which
-multiplies the float32 scores.
+heads and leaves out tiles that a causal mask or a window hides. It scales nothing: the queries are
+multiplied by a scale that is a power of two, which is exact. For other scales the flash kernel is
+used, which multiplies the float32 scores.
 """
 
 import functools
@@ -18,8 +18,7 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
-from jmp.autocasting.attention._axes import labels_of
-from jmp.autocasting.attention._fusing import Kernel, KernelForm, Masking, differentiated_once
+from jmp.autocasting.attention._fusing import Kernel, KernelForm, differentiated_once
 from jmp.autocasting.attention._matching import Mask
 
 LANES = 128  # a tile is a multiple of it
@@ -66,7 +65,8 @@ def _is_exact(scale: float) -> bool:
 
 def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
     kernels = _module("splash_attention.splash_attention_kernel")
-    rows, keys = query.shape[1], key.shape[1]
+    masks = _module("splash_attention.splash_attention_mask")
+    shape = rows, keys = query.shape[1], key.shape[1]
     q, k = _tile(rows), _tile(keys)
     # A narrow head that is the last axis is padded to a whole lane, in memory too.
     is_narrow = query.shape[3] < LANES
@@ -75,7 +75,10 @@ def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
         block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_q_dq=q, block_kv_dq=k,
         q_layout=minor, k_layout=minor, v_layout=minor,
     )  # fmt: skip
-    mask = _mask_of(form.masking, query.shape[2], rows, keys)
+    local = masks.LocalMask(shape, (form.masking.window, 0), offset=0)
+    mask = masks.MultiHeadMask(
+        [local if form.masking.is_causal else masks.FullMask(shape)] * query.shape[2]
+    )
     with jax.ensure_compile_time_eval():  # which tiles of the mask are empty, and which are full
         kernel = kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=tiles)
 
@@ -84,18 +87,6 @@ def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
         return jax.vmap(kernel)(q * form.scale, k, v, ids)
 
     return run
-
-
-def _mask_of(masking: Masking, heads: int, rows: int, keys: int) -> Any:
-    masks = _module("splash_attention.splash_attention_mask")
-    shape = rows, keys
-    if masking.constant is not None:
-        each = [masks.NumpyMask(np.broadcast_to(mask, shape)) for mask in masking.constant[0]]
-    elif masking.is_causal:
-        each = [masks.LocalMask(shape, (masking.window, 0), offset=0)]
-    else:
-        each = [masks.FullMask(shape)]
-    return masks.MultiHeadMask(each * (heads // len(each)))
 
 
 def _flash(form: KernelForm, query: Any, key: Any) -> OfHeads:
@@ -163,12 +154,10 @@ def limit_of(form: KernelForm, query: Value, half: np.dtype) -> str:
         return "it reads a bias as an array as large as the scores"
     of_heads, of_rows, of_keys = (set(axis) for axis in form.bias_axes[1:])
     for mask in masking.terms:
-        labels = set(labels_of(mask.source.axes))
+        labels = set(mask.source.labels)
         if labels & of_heads or (labels & of_rows and labels & of_keys):
-            return "its mask is not known beforehand, and not only one of keys"
-    if masking.constant is not None and not masking.constant.any(-1).all():
-        return "its mask hides a row wholly"
-    if not _is_exact(form.scale) and (masking.window is not None or masking.constant is not None):
+            return "its mask is neither causal, nor a window, nor one of keys or queries"
+    if not _is_exact(form.scale) and masking.window is not None:
         return "the kernel for scales that are no powers of two has only causal and padding masks"
     if _jax_compat.is_divided(query):
         return f"XLA cannot divide it among devices; {IN_SHARD_MAP}"
@@ -182,6 +171,5 @@ PALLAS = Kernel(
     name="JAX's Pallas attention",
     attend=attend_on_tpu,
     limit_of=limit_of,
-    takes_constants=True,
     why="attention: one fused Pallas kernel where the program is lowered for a TPU",
 )

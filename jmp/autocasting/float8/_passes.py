@@ -360,7 +360,7 @@ def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functi
             if node.rule.reshapes or _is_scalar(node, found):
                 before = {each for function in functions for each in function.nodes}
                 nodes = (*sorted(before, key=lambda each: each.index), node)
-                found[output] = (functions[0]._replace(nodes=nodes),)
+                found[output] = (dataclasses.replace(functions[0], nodes=nodes),)
         elif functions and node.rule.reshapes:
             found[output] = read[0]
         elif functions and node.name == "mul" and all(len(group) == 1 for group in read):
@@ -383,7 +383,7 @@ def _with_vectors(result: Value, level: Level) -> dict[Value, Functions]:
                 break
             added.append(root(vector))
         values.append(node.outputs[0])
-    function = FunctionOfProduct(result, tuple(added), argument, ())
+    function = FunctionOfProduct(result, tuple(added), argument)
     return dict.fromkeys(values, (function,))
 
 

@@ -202,13 +202,12 @@ def _takes_longer_arrays(island: Island, attention: Attention, division: Node) -
     # One reduction is the sum of powers.
     reductions = [node.name for node in island.nodes if node.rule.reduces]
     subtracts_maximum = len(reductions) == 2 and "reduce_max" in reductions
-    has_rows = shape_of(attention.argument) == shape_of(division.outputs[0])
     between = {*island.nodes}.intersection(attention.nodes) - {division}
     is_fixed = (
         node.rule.reshapes or node.rule.repeats or len(list(filter(shape_of, node.inputs))) != 1
         for node in between
     )
-    return subtracts_maximum and has_rows and not any(is_fixed)
+    return subtracts_maximum and not any(is_fixed)
 
 
 def _may_pad(step: Step) -> TypeGuard[Single]:
@@ -239,5 +238,5 @@ def _pads_of(attention: Attention) -> tuple[Pads, Sequence[int]] | None:
         return [i for i, axis in enumerate(operand.axes) if not padded.isdisjoint(axis)]
 
     query, key = along(attention.query), along(attention.key)
-    are_queries_left = row.number < keys.number  # in the scores, as among the operands
-    return (query, key) if are_queries_left else (key, query), along(attention.values)
+    operands = (query, key) if attention.are_queries_left else (key, query)
+    return operands, along(attention.values)
