@@ -297,7 +297,7 @@ LEFT = {
         attention(lambda x, mask: hidden(x, mask, -3.0)),
         (PADDING,), "not a constant of -1e4 or below"),
     "a learned bias of each example": (
-        attention(jnp.add), (normal(8, 2, 1, LENGTH, LENGTH),), "cuDNN attention is given no bias"),
+        attention(jnp.add), (normal(8, 2, 1, LENGTH, LENGTH),), "not the same for each example"),
     "a learned temperature": (
         attention(jnp.multiply), (jnp.float32(2),), "not a positive constant"),
     "keys along two axes": (keys_of_a_grid, (), "not over one axis of keys longer than one"),

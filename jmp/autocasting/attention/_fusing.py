@@ -143,7 +143,7 @@ def _fused_step(
         raise NotFused("its first product is not computed in half")
     if any(read.dtype == FLOAT32 for step in (scores, result) for read in step.reads):
         raise NotFused("its operands' gradients are to be float32, and the kernel's are half")
-    form = _form(attention, kernel)
+    form = _form(attention)
     operands = {read.value: read for step in (scores, result) for read in step.reads}
     reads = [operands[x.value] for x in (attention.query, attention.key, attention.values)]
     terms = [Read(term.source.value, None) for term in form.masking.terms]
@@ -255,7 +255,7 @@ def attend(kernel: Kernel, form: KernelForm, arrays: Sequence[Any]) -> Any:
 # The form.
 
 
-def _form(attention: Attention, kernel: Kernel) -> KernelForm:
+def _form(attention: Attention) -> KernelForm:
     """Returns how a kernel is to compute an attention."""
     row, batch, shared_heads, own_heads = _rows_and_heads(attention)
     heads, keys = (*shared_heads, *own_heads), (attention.keys,)
@@ -269,7 +269,7 @@ def _form(attention: Attention, kernel: Kernel) -> KernelForm:
         values=Layout.between(attention.values.axes, (*of_key, (value_width,))),
         result=Layout.between((*of_query, (value_width,)), attention.result_axes),
         scale=attention.scale,
-        masking=_masking_of(attention, bias_axes, kernel),
+        masking=_masking_of(attention, bias_axes),
         bias_axes=bias_axes,
     )
 
@@ -302,27 +302,25 @@ class _Known(NamedTuple):
     only_masks: bool  # the scores that it keeps stay as they are
 
 
-def _masking_of(attention: Attention, bias_axes: Axes, kernel: Kernel) -> Masking:
+def _masking_of(attention: Attention, bias_axes: Axes) -> Masking:
     """Returns how the biases and masks of an attention are applied.
 
     Args:
       bias_axes: batch, heads, rows and keys.
 
-    Raises: NotFused if the kernel cannot apply them.
+    Raises: NotFused if no kernel applies them so.
     """
     terms = attention.terms
     known = {term: _known(term, bias_axes) for term in terms}
-    kept: Booleans = np.ones((1, 1, 1, 1), bool)
-    for found in filter(None, known.values()):
-        kept = kept & found.keeps
+    keeps = (found.keeps for found in known.values() if found is not None)
+    kept: Booleans = functools.reduce(np.logical_and, keeps, np.ones((1, 1, 1, 1), bool))
     batch, _, rows, keys = bias_axes
     pattern = _pattern(kept, (*rows, *keys))
     if pattern is not None:
         terms = tuple(t for t in terms if (one := known[t]) is None or not one.only_masks)
     learned = [t for t in terms if isinstance(t, Bias) and t.source.value.varies]
     if learned and any(set(batch).intersection(t.source.labels) for t in terms):
-        why = "is given no bias with a gradient that differs from example to example"
-        raise NotFused(f"{kernel.name} {why}")
+        raise NotFused("a bias has a gradient, and the sum of all is not the same for each example")
     is_known = all(known[t] is not None or t in learned for t in terms)
     sees_a_key = is_known and bool(kept.any(-1).all())
     fills = {term.fill for term in attention.terms if isinstance(term, Mask)}
