@@ -22,7 +22,7 @@ LOWEST = -(2.0**15)
 SEEN = -1e8
 
 
-def attend(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
+def attend_on_cuda(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
     """Returns the result of an attention, and which rows see a key; see `Kernel.attend`."""
     rows, keys, masking = query.shape[1], key.shape[1], form.masking
     bias, highest = _half_bias(form, terms, query, keys)
@@ -142,7 +142,7 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
 CUDNN = Kernel(
     platform="cuda",
     name="JAX's cuDNN attention",
-    attend=attend,
+    attend=attend_on_cuda,
     limit_of=lambda form, query, half: "",
     why="attention: one fused cuDNN kernel where the program is lowered for CUDA",
 )

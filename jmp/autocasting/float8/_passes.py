@@ -28,7 +28,7 @@ from jmp.autocasting._graph import Graph, Node, Value, downstream, root
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast
 from jmp.autocasting._numbers import ValueProvenance, dtype_of, shape_of, size_of
-from jmp.autocasting._registry import Category, rule_for
+from jmp.autocasting._registry import rule_for
 from jmp.autocasting._sending import sends
 from jmp.autocasting._steps import Environment, Lowering, Read, Single, Step, on_singles
 from jmp.autocasting.float8 import _arithmetic
@@ -275,9 +275,8 @@ def moves_of(node: Node) -> Sequence[JaxprEqn]:
         return []
     if node.name == "custom_vjp_call":
         return _moves_inside(node.equation)
-    is_full = node.rule.category is Category.FULL  # by the user's word
     is_moved = node.rule.hands_on or sends(node) or is_cast(node.equation)
-    return [node.equation] if is_moved and not is_full else []
+    return [node.equation] if is_moved and not node.is_in_full else []
 
 
 def is_cast(equation: JaxprEqn) -> bool:

@@ -24,7 +24,6 @@ from jmp.autocasting._lowerings import (
 )
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._registry import Category
 from jmp.autocasting._steps import (
     Environment,
     Island,
@@ -259,7 +258,7 @@ def _exact_steps(shift: Shift, island: Island, half: np.dtype) -> list[Node] | N
     readers, scores = {shift.sub, shift.maxima}, shift.rows
     entering = {read.value for read in island.reads if read.dtype == half}
     leaving = {write.value for write in island.writes}
-    if not _is_left(shift.sub) or not _is_maximum(shift.sub.inputs[1], shift.maxima, leaving):
+    if shift.sub.reads_float32 or not _is_maximum(shift.sub.inputs[1], shift.maxima, leaving):
         return None
     found: list[Node] = []
     while scores not in entering:
@@ -269,16 +268,11 @@ def _exact_steps(shift: Shift, island: Island, half: np.dtype) -> list[Node] | N
         if node is None or node not in island.nodes or not is_read_here:
             return None
         varying = [v for v in node.inputs if v.is_float32 and v.constant is None]
-        if not _is_left(node) or not _is_exact_in_half(node) or len(varying) != 1:
+        if node.reads_float32 or not _is_exact_in_half(node) or len(varying) != 1:
             return None
         found.append(node)
         readers, (scores,) = {node}, varying
     return found
-
-
-def _is_left(node: Node) -> bool:
-    """Returns whether the user left the dtype of a node to autocast."""
-    return not node.region.in_float32 and node.rule.category is not Category.FULL
 
 
 def _is_maximum(value: Value, maxima: Node, leaving: Set[Value]) -> bool:
