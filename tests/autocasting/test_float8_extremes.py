@@ -2,13 +2,12 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import Literal
 
-from jmp.autocasting.float8._bounds import ScalarEquation, extremes_of
+from jmp.autocasting._autocast import make_program
+from jmp.autocasting.float8._extremes import FunctionOfProduct
 
 INF = math.inf
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -27,18 +26,10 @@ EXTREMES = {
 }  # fmt: skip
 
 
-def equations_of(function):
-    jaxpr = jax.make_jaxpr(function)(jnp.float32(1)).jaxpr
-    slots, equations = {jaxpr.invars[0]: 0}, []
-    for equation in jaxpr.eqns:
-        reads = ((float(v.val),) if isinstance(v, Literal) else slots[v] for v in equation.invars)
-        params = tuple(sorted(equation.params.items()))
-        equations.append(ScalarEquation(equation.primitive, params, tuple(reads)))
-        slots[equation.outvars[0]] = len(equations)
-    return tuple(equations)
-
-
 @pytest.mark.parametrize("name", EXTREMES)
 def test_the_extremes_of_a_function(name):
     function, expected = EXTREMES[name]
-    assert tuple(extremes_of(equations_of(function))) == pytest.approx(expected, rel=1e-4)
+    program = make_program(function, "mixed_bfloat16").trace((jnp.float32(1),), {})
+    (argument,), nodes = program.plan.graph.inputs, program.plan.graph.nodes
+    found = FunctionOfProduct(argument, (), argument, tuple(nodes)).extremes
+    assert tuple(found) == pytest.approx(expected, rel=1e-4)

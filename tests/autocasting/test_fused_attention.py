@@ -210,7 +210,7 @@ def test_masks_that_the_program_holds_are_known_by_value(mask, is_causal, window
 
 def test_a_mask_of_keys_is_read_as_it_is_and_not_once_a_head():
     (form,), _ = attentions(with_mask_of_keys, Q, K, V, PADDING)
-    (mask,) = form.masking.masks
+    (mask,) = form.masking.terms
     assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 
@@ -292,12 +292,12 @@ LEFT = {
     "different numbers where rows may be empty": (
         attention(two_fills), (PADDING,), "different numbers"),
     "scores that are repeated": (
-        repeated_scores, (normal(8, 2, 1, 1, LENGTH),), "add repeats its scores"),
+        repeated_scores, (normal(8, 2, 1, 1, LENGTH),), "its scores or its weights are repeated"),
     "a small penalty": (
         attention(lambda x, mask: hidden(x, mask, -3.0)),
         (PADDING,), "not a constant of -1e4 or below"),
     "a learned bias of each example": (
-        attention(jnp.add), (normal(8, 2, 1, LENGTH, LENGTH),), "cuDNN attention is given no bias"),
+        attention(jnp.add), (normal(8, 2, 1, LENGTH, LENGTH),), "not the same for each example"),
     "a learned temperature": (
         attention(jnp.multiply), (jnp.float32(2),), "not a positive constant"),
     "keys along two axes": (keys_of_a_grid, (), "not over one axis of keys longer than one"),

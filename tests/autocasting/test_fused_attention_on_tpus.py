@@ -75,8 +75,6 @@ FOUND = {
     "causal, rows without a key": (padded(CAUSAL), (TWO_HEADS, K, V), (LEFT_PADDING,)),
     "window, rows without a key": (
         padded(CAUSAL & ~np.tril(CAUSAL, -9)), (TWO_HEADS, K, V), (PADDING,)),
-    "prefix and padded": (padded(PREFIX), (TWO_HEADS, K, V), (LEFT_PADDING,)),
-    "a mask of each head": (masked(np.stack([CAUSAL, PREFIX])), (TWO_HEADS, K, V), ()),
     "-inf": (masked(CAUSAL, fill=-jnp.inf), (TWO_HEADS, K, V), ()),
     "fewer queries": (attention_of_jax, (TWO_HEADS[:, :128], K, V), ()),
     "values of another width": (masked(CAUSAL), (TWO_HEADS, K, V[..., :8]), ()),
@@ -129,14 +127,17 @@ LEFT = {
         (normal(9, 1, 2, LENGTH, LENGTH),), "as large as the scores"),
     "a mask of its own for each example": (
         lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask),
-        (OWN_MASK,), "not only one of keys"),
+        (OWN_MASK,), "nor one of keys or queries"),
     "a mask that depends on an argument, for each head": (
         lambda q, k, v, mask: attention_of_jax(q, k, v, mask=mask),
-        (OWN_MASK[:1, :, :1].repeat(2, 1),), "not only one of keys"),
+        (OWN_MASK[:1, :, :1].repeat(2, 1),), "nor one of keys or queries"),
     "another scale and a window": (
         functools.partial(window, scale=0.3), (), "only causal and padding masks"),
-    "another scale and a prefix": (masked(PREFIX, 0.3), (), "only causal and padding masks"),
-    "a row without a key": (masked(np.tril(CAUSAL, -1)), (), "hides a row"),
+    "a prefix": (masked(PREFIX), (), "neither causal, nor a window"),
+    "a mask of each head": (
+        masked(np.stack([CAUSAL, PREFIX])), (), "neither causal, nor a window"),
+    "a row without a key": (
+        masked(np.tril(CAUSAL, -1)), (), "neither causal, nor a window"),
     "another scale and values of another width": (
         lambda q, k, v: masked(CAUSAL, 0.3)(q, k, v[..., :8]), (), "V model dimension unequal"),
 }  # fmt: skip
@@ -190,7 +191,7 @@ def test_masks_that_are_joined_are_told_apart(combined):
         options = {"policy": "mixed_bfloat16", "platform": platform}
         ((form,), _) = attentions(attention(changed), TWO_HEADS, K, V, PADDING, **options)
         assert form.masking.is_causal
-        (mask,) = form.masking.masks
+        (mask,) = form.masking.terms
         assert sum(map(len, mask.source.axes)) == 2  # it differs by example and by key
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp
-from jmp.autocasting.targets import _padding
+from jmp.autocasting.targets import _softmax
 from testbed.machines.gpus import as_if_cudnn
 from tests.autocasting.attentions import attention, scores, weigh
 from tests.commands import in_full
@@ -60,7 +60,7 @@ def mixed(function, half="bfloat16", **options):
 
 def unpadded(function):
     def as_elsewhere(*args):
-        with mock.patch.object(_padding, "MULTIPLE", 1):
+        with mock.patch.object(_softmax, "MULTIPLE", 1):
             return mixed(function, "float16")(*args)
 
     return as_elsewhere

@@ -133,7 +133,6 @@ def test_on_eight_h200s_fsdp_multiplies_and_gathers_float8():
 
 
 def test_functions_are_tried_here_while_a_mesh_of_devices_elsewhere_is_set():
-    # No other test has this layer: the extremes of others are known already.
     layer = lambda x, w: jax.nn.gelu(1.0625 * (x @ w[0])) @ w[1]
     loss, arguments, x = with_head(layer, *PAIR)
     with jax.set_mesh(h200s({"data": 8})):

@@ -30,73 +30,95 @@ Labels = tuple[Label, ...]  # of one axis
 Axes = tuple[Labels, ...]
 
 
+def labels_of(axes: Axes) -> list[Label]:
+    """Returns the labels of all axes in their order."""
+    return [label for axis in axes for label in axis]
+
+
 class Labelled(NamedTuple):
     """A value with its axes."""
 
     value: Value
     axes: Axes
 
+    @classmethod
+    def own(cls, value: Value) -> "Labelled":
+        """Returns the value whose axes the labels number."""
+        lengths = enumerate(shape_of(value))
+        return cls(value, tuple((Label(i, n),) if n != 1 else () for i, n in lengths))
 
-def labels_of(axes: Axes) -> list[Label]:
-    """Returns the labels of all axes in their order."""
-    return [label for axis in axes for label in axis]
+    @classmethod
+    def repeated(cls, value: Value, axes: Axes) -> "Labelled":
+        """Returns a value, given the axes of the array that it is repeated to."""
+        shape = shape_of(value)  # () of a number
+        return cls(value, tuple(x if n != 1 else () for n, x in zip(shape, axes, strict=False)))
 
+    @property
+    def labels(self) -> list[Label]:
+        """The labels of all axes in their order."""
+        return labels_of(self.axes)
 
-def own_axes(value: Value) -> Axes:
-    """Returns the axes of the value whose axes the labels number."""
-    return tuple((Label(i, n),) if n != 1 else () for i, n in enumerate(shape_of(value)))
+    def before(self, operand: Value) -> "Labelled | None":
+        """Returns an operand of the node that makes the value.
 
+        The node moves axes, or computes each number from the numbers in its place. Axes along which
+        it repeats the operand have no labels in it.
 
-def axes_repeated_to(axes: Axes, value: Value) -> Axes:
-    """Returns the axes of an operand, given the axes of the result that it is repeated to."""
-    shape = shape_of(value)  # () of a number
-    return tuple(axis if n != 1 else () for n, axis in zip(shape, axes, strict=False))
+        Returns: None if the node merges two axes of the operand to one that has a single label.
+        """
+        node, axes = self.value.producer, self.axes
+        assert node is not None
+        if node.rule.reshapes:
+            regrouped = _regrouped(axes, shape_of(operand))
+            return None if regrouped is None else Labelled(operand, regrouped)
+        if node.name == "transpose":
+            axes = tuple(axes[node.params["permutation"].index(i)] for i in range(len(axes)))
+        elif node.rule.repeats:
+            axes = tuple(axes[i] for i in node.params["broadcast_dimensions"])
+        return Labelled.repeated(operand, axes)
 
+    def source(self) -> "Labelled":
+        """Returns what the value repeats and moves; repeated axes have no labels in it."""
+        source = self
+        while (node := source.value.producer) is not None and moves_axes(node):
+            before = source.before(node.inputs[0])
+            if before is None:
+                break
+            source = before
+        return source
 
-# How a node treats the numbers of an operand.
+    def origin(self) -> "Labelled":
+        """Returns the source of the value, on whatever level it is."""
+        source = self.source()
+        while source.value.origin is not source.value:
+            source = Labelled(source.value.origin, source.axes).source()
+        return source
+
+    def differing_labels(self) -> set[Label]:
+        """Returns the labels along which entries of the value are not known to be equal.
+
+        Along others it only repeats, as a mask over keys does along the heads.
+        """
+
+        def operands(source: Labelled) -> list[Labelled]:
+            node = source.value.producer
+            inputs = node.inputs if _is_in_place(node) else ()
+            return [Labelled.repeated(value, source.axes).origin() for value in inputs]
+
+        sources = reached([self.origin()], operands)
+        ends = (source for source in sources if not _is_in_place(source.value.producer))
+        return {label for source in ends for label in source.labels}
 
 
 def moves_axes(node: Node) -> bool:
-    """Returns whether `axes_after` and `source_of` follow axes through a node."""
+    """Returns whether a node only moves or repeats the numbers of its operand."""
     moves = node.rule.reshapes or node.rule.repeats or node.name == "transpose"
     return moves or is_identity(node)
 
 
-# Axes followed through nodes.
-
-
-def axes_after(node: Node, axes: Axes) -> Axes | None:
-    """Returns the axes of the result of a node that moves axes, given its operand's.
-
-    Returns: None if the node repeats numbers, or would split the axis of one label.
-    """
-    (result,) = node.outputs
-    if node.name == "transpose":
-        return tuple(axes[i] for i in node.params["permutation"])
-    if is_identity(node):
-        return axes
-    if node.rule.repeats and result.size != node.inputs[0].size:
-        return None
-    return _regrouped(axes, shape_of(result))
-
-
-def source_of(value: Value, axes: Axes) -> Labelled:
-    """Returns the value that a value repeats and moves; repeated axes have no labels in it."""
-    while (node := value.producer) is not None and moves_axes(node):
-        shape = shape_of(node.inputs[0])
-        before: Axes | None = axes
-        if node.name == "transpose":
-            places = node.params["permutation"]
-            before = tuple(axes[places.index(i)] for i in range(len(axes)))
-        elif node.rule.repeats:
-            places = node.params["broadcast_dimensions"]
-            before = axes_repeated_to(tuple(axes[i] for i in places), node.inputs[0])
-        elif node.rule.reshapes:
-            before = _regrouped(axes, shape)
-        if before is None:
-            break
-        value, axes = node.inputs[0], before
-    return Labelled(value, axes)
+def _is_in_place(node: Node | None) -> TypeGuard[Node]:
+    """Returns whether a node computes each number only from the numbers in its place."""
+    return node is not None and bool(node.inputs) and (is_pointwise(node) or keeps_places(node))
 
 
 def _regrouped(axes: Axes, shape: Sequence[Any]) -> Axes | None:
@@ -112,35 +134,6 @@ def _regrouped(axes: Axes, shape: Sequence[Any]) -> Axes | None:
             taken = (*taken, labels.pop(0))
         regrouped.append(taken)
     return None if labels else tuple(regrouped)
-
-
-# Along which axes a value only repeats, as a mask over keys does along the heads.
-
-
-def differing_labels(value: Value, axes: Axes) -> set[Label]:
-    """Returns the labels along which entries of a value are not known to be equal."""
-
-    def operands(source: Labelled) -> list[Labelled]:
-        if not _is_in_place(source.value.producer):
-            return []
-        pairs = ((v, source.axes if shape_of(v) else ()) for v in source.value.producer.inputs)
-        return [_origin_of(value, axes) for value, axes in pairs]
-
-    sources = reached([_origin_of(value, axes)], operands)
-    ends = (source for source in sources if not _is_in_place(source.value.producer))
-    return {label for source in ends for label in labels_of(source.axes)}
-
-
-def _origin_of(value: Value, axes: Axes) -> Labelled:
-    source = source_of(value, axes)
-    while source.value.origin is not source.value:
-        source = source_of(source.value.origin, source.axes)
-    return source
-
-
-def _is_in_place(node: Node | None) -> TypeGuard[Node]:
-    """Returns whether a node computes each number only from the numbers in its place."""
-    return node is not None and bool(node.inputs) and (is_pointwise(node) or keeps_places(node))
 
 
 # Arrays with other axes.

@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp.autocasting.attention._axes import spread
-from jmp.autocasting.attention._kernels import (
-    Kernel,
-    KernelForm,
-    Masking,
-    differentiated_once,
-    in_reverse_mode,
-    or_average,
-)
+from jmp.autocasting.attention._fusing import Kernel, KernelForm, differentiated_once
 from jmp.autocasting.attention._matching import Mask
 
 # This stands for minus infinity in a bias whose largest number in each row is zero. Its exponential
@@ -29,31 +22,19 @@ LOWEST = -(2.0**15)
 SEEN = -1e8
 
 
-def attend(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
-    """Returns the attention of half queries, keys and values, in their dtype.
-
-    The result of a row whose keys are all masked is the average of the values, as in the plain
-    program, whose scores are all equal there. Its gradient with respect to queries and keys is
-    zero.
-
-    Args:
-      terms: the values of `form.masking.terms`.
-    """
-    q, k, v = form.query(query), form.key(key), form.values(values)
-    rows, keys, masking = q.shape[1], k.shape[1], form.masking
-    bias, half_bias, highest = _total_bias(form, terms), None, None
-    if bias is not None:
-        half_bias, highest = _half_bias(masking, bias, q, keys)
+def attend_on_cuda(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
+    """Returns the result of an attention, and which rows see a key; see `Kernel.attend`."""
+    rows, keys, masking = query.shape[1], key.shape[1], form.masking
+    bias, highest = _half_bias(form, terms, query, keys)
     # JAX refuses odd lengths in the backward pass. A key that is added comes after the last one, so
     # that a causal mask hides it; without one its bias does, or the number of keys that count.
     lengths = None
-    if keys % 2 and not masking.is_causal and half_bias is None:
-        lengths = tuple(jnp.full(len(q), n, jnp.int32) for n in (rows + rows % 2, keys))
-    fused = _fused(form.scale, masking.is_causal, masking.window, half_bias is not None)
-    result = fused(*(_evened(array, (1,)) for array in (q, k, v)), half_bias, lengths)[:, :rows]
-    if not masking.sees_a_key and highest is not None:
-        result = or_average(result, (highest > SEEN).swapaxes(1, 2), v)
-    return form.result(result)
+    if keys % 2 and not masking.is_causal and bias is None:
+        lengths = tuple(jnp.full(len(query), n, jnp.int32) for n in (rows + rows % 2, keys))
+    fused = _fused(form.scale, masking.is_causal, masking.window, bias is not None)
+    even = (_evened(array, (1,)) for array in (query, key, values))
+    result = fused(*even, bias, lengths)[:, :rows]
+    return result, None if masking.sees_a_key or highest is None else highest > SEEN
 
 
 def _evened(array: Any, axes: tuple[int, ...], fill: float = 0.0) -> Any:
@@ -76,18 +57,23 @@ def _total_bias(form: KernelForm, terms: list[Any]) -> Any:
     return total
 
 
-def _half_bias(masking: Masking, bias: Any, query: Any, keys: int) -> tuple[Any, Any]:
+def _half_bias(form: KernelForm, terms: list[Any], query: Any, keys: int) -> tuple[Any, Any]:
     """Returns a bias as cuDNN takes it, and the largest number of each row that is not masked.
 
     cuDNN takes rows and keys in full, and heads if the bias has a gradient. The largest number of
     each row becomes zero, which changes no weight. The numbers that matter are then near zero,
     where a half type is exact.
+
+    Returns: None twice without biases and masks.
     """
-    rows, seen = query.shape[1], jax.lax.stop_gradient(bias)
+    bias, masking, rows = _total_bias(form, terms), form.masking, query.shape[1]
+    if bias is None:
+        return None, None
+    seen = jax.lax.stop_gradient(bias)
     if masking.is_causal:
         seen = jnp.where(masking.kept(rows, keys), seen, -jnp.inf)
     highest = seen.max(-1, keepdims=True)
-    if masking.biases:
+    if masking.has_bias:
         bias = bias - jnp.where(highest > SEEN, highest, 0)
     heads = query.shape[2] if masking.has_gradient else bias.shape[1]
     shape = (bias.shape[0], heads, rows, keys)
@@ -129,9 +115,7 @@ def _fused(scale: float, is_causal: bool, window: int | None, has_bias: bool) ->
         return result, jax.tree.unflatten(jax.tree.structure(pull_back), leaves)
 
     backward = _with_batching(lambda pull_back, cotangent: pull_back(cotangent), has_bias)
-    attention = jax.custom_vjp(_with_batching(call, has_bias))
-    attention.defvjp(differentiated_once(forward), differentiated_once(backward))
-    return lambda *operands: attention(*jax.tree.map(in_reverse_mode, operands))
+    return differentiated_once(_with_batching(call, has_bias), forward, backward)
 
 
 def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[..., Any]:
@@ -158,8 +142,7 @@ def _with_batching(function: Callable[..., Any], has_bias: bool) -> Callable[...
 CUDNN = Kernel(
     platform="cuda",
     name="JAX's cuDNN attention",
-    attend=attend,
+    attend=attend_on_cuda,
     limit_of=lambda form, query, half: "",
-    takes_constants=False,
     why="attention: one fused cuDNN kernel where the program is lowered for CUDA",
 )

@@ -13,29 +13,20 @@ between its neighbours:
     result = weights @ values           a product over the keys
 
 Scores and weights may be transposed and reshaped on the way. Axes are compared by their labels
-(`_axes`), so they may come in any order, and heads may be split or merged. `find_attention` starts
-at the second product, goes back to the division of a softmax, and from there to the first product.
+(`_axes`), so they may come in any order, and heads may be split or merged. `find_attention` walks
+back: from the second product, whose weights give the labels, to the division of a softmax, and from
+there to the first product.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jmp.autocasting._facts import Softmax
 from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._numbers import shape_of
-from jmp.autocasting.attention._axes import (
-    Axes,
-    Label,
-    Labelled,
-    Labels,
-    axes_after,
-    axes_repeated_to,
-    differing_labels,
-    labels_of,
-    moves_axes,
-    own_axes,
-    source_of,
-)
+from jmp.autocasting.attention._axes import Axes, Label, Labelled, Labels, moves_axes
 from jmp.autocasting.attention._constants import constant_of
 
 # The largest number that a mask may put in place of a score: beside any score that is left its
@@ -43,11 +34,8 @@ from jmp.autocasting.attention._constants import constant_of
 LARGEST_FILL = -1e4
 # Beside such a number a score or a bias is lost: the next float32 is 8 away.
 LOWERED = -1e8
-# Numbers of labels that are none of the scores': the width of queries and keys, and of values.
+# Numbers of labels that are none of the weights': the width of queries and keys, and of values.
 WIDTH, VALUE_WIDTH = -1, -2
-
-NOT_OVER_KEYS = "its softmax is not over one axis of keys longer than one"
-NO_MASK = "its mask puts in numbers that are not a constant of -1e4 or below"
 
 
 class NotFused(Exception):
@@ -60,6 +48,10 @@ class Bias(NamedTuple):
     source: Labelled
     factor: float
 
+    def kept(self, numbers: Any) -> Any:
+        """Returns which scores it does not hide, given its numbers, an array of NumPy."""
+        return numbers.astype(np.float64) * self.factor > LARGEST_FILL
+
 
 class Mask(NamedTuple):
     """A boolean value: scores stay if it equals `keeps`, and become `fill` otherwise."""
@@ -68,19 +60,23 @@ class Mask(NamedTuple):
     keeps: bool
     fill: float
 
+    def kept(self, numbers: Any) -> Any:
+        """Returns which scores it does not hide, given its numbers."""
+        return numbers == self.keeps
+
 
 class Attention(NamedTuple):
-    """An attention that was found. Labels number the scores' axes."""
+    """An attention that was found. Labels number the axes of the weights that `result` reads."""
 
     scores: Node  # the first product
     result: Node  # the second one
     nodes: tuple[Node, ...]  # the products, and the nodes that were recognised between them
     argument: Value  # of the softmax, from which nothing is subtracted yet
     scale: float
-    biases: tuple[Bias, ...]
-    masks: tuple[Mask, ...]
+    terms: tuple[Bias | Mask, ...]  # the biases, then the masks, in program order
     query: Labelled
     key: Labelled
+    are_queries_left: bool  # of the keys, in the first product
     values: Labelled
     result_axes: Axes
     keys: Label  # of the axis over which the softmax sums
@@ -88,15 +84,15 @@ class Attention(NamedTuple):
     @property
     def batch(self) -> Labels:
         """The labels that queries, keys and values share, in the queries' order."""
-        of_key = labels_of(self.key.axes)
-        shared = (label for label in labels_of(self.query.axes) if label in of_key)
+        of_key = self.key.labels
+        shared = (label for label in self.query.labels if label in of_key)
         return tuple(label for label in shared if label.number != WIDTH)
 
     @property
     def rows(self) -> Labels:
         """The labels that only the queries have, in their order."""
-        of_key = labels_of(self.key.axes)
-        return tuple(label for label in labels_of(self.query.axes) if label not in of_key)
+        of_key = self.key.labels
+        return tuple(label for label in self.query.labels if label not in of_key)
 
 
 def find_attention(result: Node, softmaxes: Iterable[Softmax]) -> Attention | None:
@@ -109,247 +105,200 @@ def find_attention(result: Node, softmaxes: Iterable[Softmax]) -> Attention | No
     """
     if result.name != "dot_general":
         return None
-    for side in (0, 1):
-        division, to_weights = _from_division(result.inputs[side])
+    paths = [_to_division(operand) for operand in result.inputs]
+    for side, path in enumerate(paths):
         for softmax in softmaxes:
-            if division is not None and softmax.division is division:
-                return _attention(result, side, softmax, division, to_weights)
-    for value in result.inputs:
-        if blocking := _before_softmax(value):
-            raise NotFused(f"{blocking.name} stands between its softmax and the values")
+            if softmax.division is not None and softmax.division is path[-1].value.producer:
+                return _attention(result, side, softmax, path)
+    powers = {softmax.exp for softmax in softmaxes}
+    for *_, (value, _) in paths:
+        if value.producer is not None and not powers.isdisjoint(_makers(value)):
+            raise NotFused(f"{value.producer.name} stands between its softmax and the values")
     return None
 
 
-# From the second product back to the softmax.
-
-
-def _from_division(weights: Value) -> tuple[Node | None, list[Node]]:
-    """Returns the node that makes weights, and those that move them or multiply them by ones."""
-    to_weights: list[Node] = []
-    node = weights.producer
-    while node is not None and (operand := _handed_on(node)) is not None:
-        to_weights.insert(0, node)
-        node = operand.producer
-    return node, to_weights
-
-
-def _handed_on(node: Node) -> Value | None:
-    """Returns the operand that a node moves, or multiplies by ones; None if it computes."""
-    if moves_axes(node):
-        return node.inputs[0]
-    if node.name == "mul":
-        for value, other in (node.inputs, node.inputs[::-1]):
-            factor = constant_of(other)
-            if factor is not None and (factor == 1).all():
-                return value
-    return None
-
-
-def _before_softmax(value: Value) -> Node | None:
-    """Returns the node between a softmax of scores and a value, if there is such a softmax."""
-    first: Node | None = None
-    for node in _producers(value):
-        if node.is_fusible and first is None and not moves_axes(node):
-            first = node
-        if node.is_fusible and node.name == "exp" and _leads_to_product(node.inputs[0]):
-            return first
-    return None
-
-
-def _leads_to_product(value: Value) -> bool:
-    return any(node.name == "dot_general" and node.is_product for node in _producers(value))
-
-
-def _producers(value: Value) -> Iterator[Node]:
-    """Yields the nodes that a value is made of, back to those that are not fusible."""
-
-    def inputs(value: Value) -> Sequence[Value]:
-        node = value.producer
-        return node.inputs if node is not None and node.is_fusible else ()
-
-    return filter(None, (value.producer for value in reached([value], inputs)))
-
-
-# From the softmax back to the first product.
-
-
-def _attention(
-    result: Node, side: int, softmax: Softmax, division: Node, to_weights: Sequence[Node]
-) -> Attention:
+def _attention(result: Node, side: int, softmax: Softmax, path: list[Labelled]) -> Attention:
     """Returns the attention of a softmax.
 
     Args:
       result: the product that reads the weights.
       side: which of its operands they are.
-      division: of the softmax.
-      to_weights: what moves the weights on their way to the product.
+      path: from the weights to what the softmax returns.
     """
-    if len(softmax.total.params["axes"]) != 1:
-        raise NotFused(NOT_OVER_KEYS)
-    (axis,) = softmax.total.params["axes"]
-    argument = _without_shifts(softmax.argument, axis)
-    scores, *between = _path_from_product(argument)
-    axes, scale, biases, masks = _applied(scores, between)
-    summed = axes[axis]
-    for node in filter(moves_axes, to_weights):
-        axes = _followed(node, axes)
-    if not all(mask.fill <= LARGEST_FILL for mask in masks):
-        raise NotFused(NO_MASK)
-    if len(summed) != 1:
-        raise NotFused(NOT_OVER_KEYS)
+    weights, quotient = path[0], path[-1]
+    summed = [label for axis in softmax.total.params["axes"] for label in quotient.axes[axis]]
+    if len(softmax.total.params["axes"]) != 1 or len(summed) != 1:
+        raise NotFused("its softmax is not over one axis of keys longer than one")
     (keys,) = summed
-    query, key = _queries_and_keys(scores, keys)
-    values, result_axes = _values(result, side, axes, keys)
+    values, result_axes = _values(result, side, weights.axes, keys)
+    argument = _without_shifts(Labelled(softmax.argument, quotient.axes), keys)
+    path += [Labelled(softmax.exp.outputs[0], quotient.axes), argument]
+    scores, scale, terms = _to_scores(path)
+    if {*path[-1].labels} != {*weights.labels}:
+        raise NotFused("its scores or its weights are repeated")
+    left, right = _operands(scores, path[-1].axes)
+    are_queries_left = keys in right.labels
+    query, key = (left, right) if are_queries_left else (right, left)
+    if {*key.labels} - {*query.labels} != {keys}:
+        raise NotFused("its keys have an axis that neither queries nor values have")
+    nodes = (passed.value.producer for passed in reversed(path))
     attention = Attention(
         scores=scores,
         result=result,
-        nodes=(scores, *between, softmax.exp, division, *to_weights, result),
-        argument=argument,
+        nodes=(*filter(None, nodes), result),
+        argument=argument.value,
         scale=scale,
-        biases=biases,
-        masks=masks,
+        terms=terms,
         query=query,
         key=key,
+        are_queries_left=are_queries_left,
         values=values,
         result_axes=result_axes,
         keys=keys,
     )
-    others = {label for label in labels_of(values.axes) if label.number != VALUE_WIDTH}
+    others = {label for label in values.labels if label.number != VALUE_WIDTH}
     if others != {*attention.batch, keys}:
         raise NotFused("its values have other batch axes than its keys")
     return attention
 
 
-def _without_shifts(argument: Value, axis: int) -> Value:
-    """Returns what a softmax along an axis is of, without numbers that all of its row subtract.
+# From the second product back to the softmax.
+
+
+def _to_division(weights: Value) -> list[Labelled]:
+    """Returns weights, and what they are before they are moved or multiplied by ones."""
+    path = [Labelled.own(weights)]
+    while (operand := _handed_on(path[-1].value)) and (before := path[-1].before(operand)):
+        path.append(before)
+    return path
+
+
+def _handed_on(value: Value) -> Value | None:
+    """Returns what a value is, before it is moved or multiplied by ones; None if it is computed."""
+    node = value.producer
+    if node is not None and moves_axes(node):
+        return node.inputs[0]
+    if node is not None and node.name == "mul":  # such as by the mask of a model's heads
+        for operand, other in (node.inputs, node.inputs[::-1]):
+            factor = constant_of(other)
+            if factor is not None and (factor == 1).all():
+                return operand
+    return None
+
+
+def _makers(value: Value) -> list[Node]:
+    """Returns the nodes that make a value, back to those that are not fusible, in program order."""
+
+    def inputs(value: Value) -> Sequence[Value]:
+        node = value.producer
+        return node.inputs if node is not None and _is_passed(node) else ()
+
+    nodes = {value.producer for value in reached([value], inputs)}
+    return sorted(filter(None, nodes), key=lambda node: node.index)
+
+
+def _is_passed(node: Node) -> bool:
+    return node.is_fusible or moves_axes(node)
+
+
+# From the softmax back to the first product.
+
+
+def _without_shifts(argument: Labelled, keys: Label) -> Labelled:
+    """Returns what a softmax is of, without numbers that all keys of a row subtract.
 
     They cancel. The row's maximum is one.
     """
-    own = own_axes(argument)
-    while (shift := argument.producer) is not None and shift.name == "sub":
-        subtracted = shift.inputs[1]
-        differing = differing_labels(subtracted, axes_repeated_to(own, subtracted))
-        if axis in (label.number for label in differing):
+    while (shift := argument.value.producer) is not None and shift.name == "sub":
+        before, subtracted = (Labelled.repeated(x, argument.axes) for x in shift.inputs)
+        if keys in subtracted.differing_labels():
             break
-        argument = shift.inputs[0]
+        argument = before
     return argument
 
 
-def _path_from_product(value: Value) -> list[Node]:
-    """Returns the nodes from the product that makes the scores to `value`; the first found.
+def _to_scores(path: list[Labelled]) -> tuple[Node, float, tuple[Bias | Mask, ...]]:
+    """Adds the values from the softmax's argument to the scores to a path, which ends with it.
 
-    Raises: NotFused if there is none.
+    Returns: the first product, and the scale, biases and masks of its result.
+    Raises: NotFused if a node changes scores otherwise than by adding, scaling and choosing.
     """
-    readers: dict[Value, Node | None] = {value: None}  # of each value on the way, who reads it
-    stack = [value]
-    while stack:
-        node = stack.pop().producer
-        if node is None:
-            continue
-        if node.is_product and node.name == "dot_general":
-            path = [node]
-            while reader := readers[path[-1].outputs[0]]:
-                path.append(reader)
-            return path
-        for operand in reversed(_on_the_way(node)):
-            if operand not in readers:
-                readers[operand] = node
-                stack.append(operand)
+    made_of_products = _made_of_products(path[-1].value)
+    scale, biases, masks = 1.0, list[Bias](), list[Mask]()
+    while (node := path[-1].value.producer) is not None and path[-1].value in made_of_products:
+        if _is_product(node):
+            return node, scale, (*biases, *masks)
+        operands = {"div": node.inputs[:1], "select_n": node.inputs[1:]}.get(node.name, node.inputs)
+        scores = next((x for x in operands if x in made_of_products), node.inputs[0])
+        if node.name == "select_n":
+            masks = [*_masks_of(node, scores, path[-1].axes, scale), *masks]
+            if biases and masks[0].fill > LOWERED * scale:
+                raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
+        elif node.name in ("mul", "div"):
+            scale *= _factor_of(node, scores)
+        elif node.rule.linear:
+            biases = [_bias_of(node, scores, path[-1].axes, scale), *biases]
+        elif not moves_axes(node):
+            raise NotFused(f"{node.name} changes its scores")
+        before = path[-1].before(scores)
+        if before is None:
+            raise NotFused(f"{node.name} mixes the axes of its scores")
+        path.append(before)
     raise NotFused("no product is found in front of its softmax")
 
 
-def _on_the_way(node: Node) -> Sequence[Value]:
-    """Returns the operands of a node through which scores may come to an attention's softmax.
-
-    Raises: NotFused if a node changes scores otherwise than by adding, scaling and choosing.
-    """
-    if node.name == "dot_general" or not (node.is_fusible or moves_axes(node)):
-        return ()
-    if moves_axes(node) or node.name == "div":
-        return node.inputs[:1]
-    if node.name == "select_n":
-        return node.inputs[1:]
-    if node.rule.linear or node.name == "mul":
-        return node.inputs
-    if any(map(_leads_to_product, node.outputs)):
-        raise NotFused(f"{node.name} changes its scores")
-    return ()
+def _is_product(node: Node) -> bool:
+    return node.is_product and node.name == "dot_general"
 
 
-# Scale, biases and masks: the nodes between the scores and the softmax.
+def _made_of_products(value: Value) -> set[Value]:
+    """Returns those of the values which a value is made of that a product goes into."""
+    found: set[Value] = set()
+    for node in _makers(value):
+        if _is_product(node) or (_is_passed(node) and not found.isdisjoint(node.inputs)):
+            found.update(node.outputs)
+    return found
 
 
-def _applied(
-    scores: Node, nodes: Sequence[Node]
-) -> tuple[Axes, float, tuple[Bias, ...], tuple[Mask, ...]]:
-    """Returns the axes of scores behind some nodes, and the scale, biases and masks of these."""
-    axes = own_axes(scores.outputs[0])
-    scale, biases, masks = 1.0, list[Bias](), list[Mask]()
-    on_path = {scores.outputs[0]}
-    for node in nodes:
-        if moves_axes(node):
-            axes = _followed(node, axes)
-        elif node.name == "select_n":
-            masks += _masks_of(node, on_path, axes)
-        elif node.rule.linear:
-            if any(mask.fill > LOWERED for mask in masks):
-                raise NotFused("a bias is added after a mask of more than -1e8, and may undo it")
-            biases.append(_bias_of(node, on_path, axes))
-        else:
-            factor = _factor_of(node, on_path)
-            scale *= factor
-            biases = [bias._replace(factor=bias.factor * factor) for bias in biases]
-            masks = [mask._replace(fill=mask.fill * factor) for mask in masks]
-        on_path.add(node.outputs[0])
-    return axes, scale, tuple(biases), tuple(masks)
-
-
-def _followed(node: Node, axes: Axes) -> Axes:
-    followed = axes_after(node, axes)
-    if followed is None:
-        raise NotFused(f"{node.name} mixes the axes of its scores")
-    return followed
-
-
-def _other(node: Node, on_path: set[Value]) -> Value:
+def _other(node: Node, scores: Value) -> Value:
     """Returns the operand of a node that is not the scores."""
-    others = [value for value in node.inputs if value not in on_path]
+    others = [value for value in node.inputs if value is not scores]
     if len(others) != 1:
         raise NotFused(f"{node.name} reads its scores twice")
-    if any(shape_of(v) != shape_of(node.outputs[0]) for v in node.inputs if v in on_path):
-        raise NotFused(f"{node.name} repeats its scores")
     return others[0]
 
 
-def _factor_of(node: Node, on_path: set[Value]) -> float:
-    constant = _other(node, on_path).constant
+def _factor_of(node: Node, scores: Value) -> float:
+    constant = _other(node, scores).constant
     if constant is None or not constant > 0:
         raise NotFused("its scores are scaled by a number that is not a positive constant")
     return 1 / constant if node.name == "div" else constant
 
 
-def _bias_of(node: Node, on_path: set[Value], axes: Axes) -> Bias:
-    bias = _other(node, on_path)
+def _bias_of(node: Node, scores: Value, axes: Axes, scale: float) -> Bias:
+    """Returns the bias that a node adds to scores, which are multiplied by `scale` afterwards."""
+    bias = _other(node, scores)
     if node.name == "sub" and node.inputs[0] is bias:
         raise NotFused("its scores are subtracted from a bias")
-    return Bias(_differing_part(bias, axes), -1.0 if node.name == "sub" else 1.0)
+    return Bias(_differing_part(bias, axes), -scale if node.name == "sub" else scale)
 
 
-def _masks_of(node: Node, on_path: set[Value], axes: Axes) -> Iterator[Mask]:
+def _masks_of(node: Node, scores: Value, axes: Axes, scale: float) -> Iterator[Mask]:
+    """Yields the masks that a node joins; scores are multiplied by `scale` afterwards."""
     which, *cases = node.inputs
-    kept = [case in on_path for case in cases]
-    if which.dtype != bool or sum(kept) != 1 or which in on_path:
+    if which.dtype != bool:
         raise NotFused("its mask is not a choice between the scores and a number")
-    (fill,) = [case.constant for case, keeps in zip(cases, kept, strict=True) if not keeps]
-    if fill is None:
-        raise NotFused(NO_MASK)
-    for mask in _joined_masks(which, axes, kept[1]):
-        yield Mask(_differing_part(*mask), kept[1], fill)
+    keeps = cases[1] is scores
+    fill = cases[not keeps].constant
+    if fill is None or fill * scale > LARGEST_FILL:
+        raise NotFused("its mask puts in numbers that are not a constant of -1e4 or below")
+    for mask in _joined_masks(which, axes, keeps):
+        yield Mask(_differing_part(*mask), keeps, fill * scale)
 
 
 def _joined_masks(value: Value, axes: Axes, keeps: bool) -> Iterator[Labelled]:
     """Yields the masks that a mask joins: `a` and `b` of `a & b`, if true keeps a score."""
-    mask = source_of(value, axes_repeated_to(axes, value))
+    mask = Labelled.repeated(value, axes).source()
     while (written := _as_numbers(mask)) is not None:
         mask = written
     node = mask.value.producer
@@ -365,11 +314,11 @@ def _as_numbers(mask: Labelled) -> Labelled | None:
     node = mask.value.producer
     if node is None or node.name != "ne" or node.inputs[1].constant != 0:
         return None
-    numbers, axes = source_of(node.inputs[0], mask.axes)
+    numbers, axes = Labelled(node.inputs[0], mask.axes).source()
     node = numbers.producer
     if node is None or node.name != "convert_element_type" or node.inputs[0].dtype != bool:
         return None
-    return source_of(node.inputs[0], axes)
+    return Labelled(node.inputs[0], axes).source()
 
 
 def _differing_part(value: Value, axes: Axes) -> Labelled:
@@ -378,30 +327,22 @@ def _differing_part(value: Value, axes: Axes) -> Labelled:
     Args:
       axes: of the scores, to which the bias or mask is repeated.
     """
-    value, axes = source_of(value, axes_repeated_to(axes, value))
-    differing = differing_labels(value, axes)
-    return Labelled(value, tuple(() if differing.isdisjoint(axis) else axis for axis in axes))
+    source = Labelled.repeated(value, axes).source()
+    differing = source.differing_labels()
+    kept = tuple(() if differing.isdisjoint(axis) else axis for axis in source.axes)
+    return Labelled(source.value, kept)
 
 
 # The operands of the two products.
 
 
-def _queries_and_keys(scores: Node, keys: Label) -> tuple[Labelled, Labelled]:
-    """Returns what the first product reads.
-
-    Raises: NotFused if an axis is not where an attention has it.
-    """
+def _operands(scores: Node, axes: Axes) -> tuple[Labelled, Labelled]:
+    """Returns what the first product reads, given the axes of its result."""
     (summed, _), _ = scores.params["dimension_numbers"]
     if len(summed) != 1:
         raise NotFused("its first product sums over more than one axis")
     width = (Label(WIDTH, shape_of(scores.inputs[0])[summed[0]]),)
-    axes = own_axes(scores.outputs[0])
-    query, key = (_operand(scores, side, width, axes) for side in (0, 1))
-    if keys in labels_of(query.axes):
-        query, key = key, query
-    if {*labels_of(key.axes)} - {*labels_of(query.axes)} != {keys}:
-        raise NotFused("its keys have an axis that neither queries nor values have")
-    return query, key
+    return _operand(scores, 0, width, axes), _operand(scores, 1, width, axes)
 
 
 def _values(result: Node, side: int, weights: Axes, keys: Label) -> tuple[Labelled, Axes]:

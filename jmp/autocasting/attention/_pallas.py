@@ -1,9 +1,9 @@
 """Attention as JAX's Pallas kernels for TPUs compute it: one kernel forward, two backward.
 
 Scores are computed tile by tile, in float32, and are never in memory. The splash kernel groups
-heads and leaves out tiles that a constant mask hides. It scales nothing: the queries are multiplied
-by a scale that is a power of two, which is exact. For other scales the flash kernel is used, which
-multiplies the float32 scores.
+heads and leaves out tiles that a causal mask or a window hides. It scales nothing: the queries are
+multiplied by a scale that is a power of two, which is exact. For other scales the flash kernel is
+used, which multiplies the float32 scores.
 """
 
 import functools
@@ -18,15 +18,8 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
-from jmp.autocasting.attention._axes import labels_of
-from jmp.autocasting.attention._kernels import (
-    Kernel,
-    KernelForm,
-    Masking,
-    differentiated_once,
-    in_reverse_mode,
-    or_average,
-)
+from jmp.autocasting.attention._fusing import Kernel, KernelForm, differentiated_once
+from jmp.autocasting.attention._matching import Mask
 
 LANES = 128  # a tile is a multiple of it
 LARGEST_TILE = 512
@@ -37,30 +30,26 @@ OfHeads = Callable[..., Any]  # of queries, keys, values and segments, heads bef
 
 
 def attend_on_tpu(form: KernelForm, query: Any, key: Any, values: Any, terms: list[Any]) -> Any:
-    """Returns the attention of bfloat16 queries, keys and values.
-
-    The result of a row whose keys are all masked is the average of the values, as in the plain
-    program.
+    """Returns the result of an attention, and which rows see a key; see `Kernel.attend`.
 
     Args:
-      terms: the values of `form.masking.masks`. There are no biases.
+      terms: the values of the masks. There are no biases.
     """
-    q, k, v = form.query(query), form.key(key), form.values(values)
-    (batch, rows), keys = q.shape[:2], k.shape[1]
-    kept = list(map(form.kept_by, form.masking.masks, terms))
+    (batch, rows), keys = query.shape[:2], key.shape[1]
+    pairs = zip(form.masking.terms, terms, strict=True)
+    kept = [form.kept_by(mask, array) for mask, array in pairs if isinstance(mask, Mask)]
     # Queries are in one segment, and so are the keys that they may see.
     segments = None
     of_keys = [one for one in kept if one.shape[2] == 1]
     if of_keys:
         seen = jnp.broadcast_to(_all(of_keys), (batch, 1, 1, keys))[:, 0, 0]
         segments = jnp.ones((batch, rows), jnp.int32), seen.astype(jnp.int32)
-    kernel = _splash(form, q, k) if _is_exact(form.scale) else _flash(form, q, k)
-    operands = (in_reverse_mode(array.swapaxes(1, 2)) for array in (q, k, v))
-    result = _with_one_derivative(kernel)(*operands, segments).swapaxes(1, 2)
-    if kept:
-        sees_a_key = _all([form.masking.kept(rows, keys), *kept]).any(-1, keepdims=True)
-        result = or_average(result, sees_a_key.swapaxes(1, 2), v)
-    return form.result(result)
+    kernel = _splash(form, query, key) if _is_exact(form.scale) else _flash(form, query, key)
+    heads = (array.swapaxes(1, 2) for array in (query, key, values))
+    result = _with_one_derivative(kernel)(*heads, segments).swapaxes(1, 2)
+    if not kept:
+        return result, None
+    return result, _all([form.masking.kept(rows, keys), *kept]).any(-1, keepdims=True)
 
 
 def _all(masks: list[Any]) -> Any:
@@ -76,7 +65,8 @@ def _is_exact(scale: float) -> bool:
 
 def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
     kernels = _module("splash_attention.splash_attention_kernel")
-    rows, keys = query.shape[1], key.shape[1]
+    masks = _module("splash_attention.splash_attention_mask")
+    shape = rows, keys = query.shape[1], key.shape[1]
     q, k = _tile(rows), _tile(keys)
     # A narrow head that is the last axis is padded to a whole lane, in memory too.
     is_narrow = query.shape[3] < LANES
@@ -85,7 +75,10 @@ def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
         block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_q_dq=q, block_kv_dq=k,
         q_layout=minor, k_layout=minor, v_layout=minor,
     )  # fmt: skip
-    mask = _mask_of(form.masking, query.shape[2], rows, keys)
+    local = masks.LocalMask(shape, (form.masking.window, 0), offset=0)
+    mask = masks.MultiHeadMask(
+        [local if form.masking.is_causal else masks.FullMask(shape)] * query.shape[2]
+    )
     with jax.ensure_compile_time_eval():  # which tiles of the mask are empty, and which are full
         kernel = kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=tiles)
 
@@ -94,18 +87,6 @@ def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
         return jax.vmap(kernel)(q * form.scale, k, v, ids)
 
     return run
-
-
-def _mask_of(masking: Masking, heads: int, rows: int, keys: int) -> Any:
-    masks = _module("splash_attention.splash_attention_mask")
-    shape = rows, keys
-    if masking.constant is not None:
-        each = [masks.NumpyMask(np.broadcast_to(mask, shape)) for mask in masking.constant[0]]
-    elif masking.is_causal:
-        each = [masks.LocalMask(shape, (masking.window, 0), offset=0)]
-    else:
-        each = [masks.FullMask(shape)]
-    return masks.MultiHeadMask(each * (heads // len(each)))
 
 
 def _flash(form: KernelForm, query: Any, key: Any) -> OfHeads:
@@ -153,11 +134,9 @@ def _with_one_derivative(kernel: OfHeads) -> OfHeads:
 
         return run
 
-    attention = jax.custom_vjp(traced(kernel))
     forward = traced(lambda *operands: jax.vjp(kernel, *operands))
     backward = traced(lambda pull_back, cotangent: pull_back(cotangent))
-    attention.defvjp(differentiated_once(forward), differentiated_once(backward))
-    return attention
+    return differentiated_once(traced(kernel), forward, backward)
 
 
 # Forms that the kernels do not compute.
@@ -171,16 +150,14 @@ def limit_of(form: KernelForm, query: Value, half: np.dtype) -> str:
         return "a TPU multiplies bfloat16, and no float16"
     if rows % LANES or keys % LANES:
         return f"it has {rows} queries and {keys} keys; both have to be multiples of {LANES}"
-    if masking.biases:
+    if masking.has_bias:
         return "it reads a bias as an array as large as the scores"
     of_heads, of_rows, of_keys = (set(axis) for axis in form.bias_axes[1:])
-    for mask in masking.masks:
-        labels = set(labels_of(mask.source.axes))
+    for mask in masking.terms:
+        labels = set(mask.source.labels)
         if labels & of_heads or (labels & of_rows and labels & of_keys):
-            return "its mask is not known beforehand, and not only one of keys"
-    if masking.constant is not None and not masking.constant.any(-1).all():
-        return "its mask hides a row wholly"
-    if not _is_exact(form.scale) and (masking.window is not None or masking.constant is not None):
+            return "its mask is neither causal, nor a window, nor one of keys or queries"
+    if not _is_exact(form.scale) and masking.window is not None:
         return "the kernel for scales that are no powers of two has only causal and padding masks"
     if _jax_compat.is_divided(query):
         return f"XLA cannot divide it among devices; {IN_SHARD_MAP}"
@@ -194,6 +171,5 @@ PALLAS = Kernel(
     name="JAX's Pallas attention",
     attend=attend_on_tpu,
     limit_of=limit_of,
-    takes_constants=True,
     why="attention: one fused Pallas kernel where the program is lowered for a TPU",
 )

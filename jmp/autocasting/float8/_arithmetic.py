@@ -23,6 +23,7 @@ from jax import lax
 
 from jmp._jax_compat import Params, varying_axes
 from jmp.autocasting._lowerings import cast, gradient_of_operand
+from jmp.autocasting.float8._extremes import Extremes
 from jmp.dtypes import FLOAT32
 from jmp.sharding._axes import are_tracked, made_varying, mapped_axes, without_reduced
 
@@ -36,14 +37,6 @@ NO_DERIVATIVE = (
     "the {what} was asked for. Compute what needs it in bfloat16, by "
     "jmp.autocast(fun, 'mixed_bfloat16') or a rule such as ('*', 'mixed_bfloat16')."
 )
-
-
-class Extremes(NamedTuple):
-    """Bounds of a function f of one number x: |f(x)| <= min(largest, offset + slope |x|)."""
-
-    largest: float
-    offset: float  # |f(0)|, or more if f jumps, as a step does
-    slope: float  # no magnitude of f's derivative exceeds it
 
 
 class ProductForm(NamedTuple):

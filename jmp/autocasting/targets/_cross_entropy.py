@@ -27,8 +27,8 @@ If no gradient goes backwards, as in a loop that generates, the gather stays as 
 TPUs, where XLA makes the same of both: the steps of five models take as many cycles and bytes.
 """
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def sums_in_one_pass(island: Island, level: Level) -> Island:
         if shift is None or not _reads_rows_again(softmax, shift, softmaxes, island):
             continue
         why = "sums of powers in one pass with the maxima of their rows, on a GPU; kept"
-        run = functools.partial(_kept_sums, tuple(map(int, total.params["axes"])))
+        run = partial(_kept_sums, tuple(map(int, total.params["axes"])))
         reads = (softmax.argument, shift.rows, shift.number)
         found[total] = Rewrite(why, reads, run, KEPT_ROWS, as_stored=True)
         found[shift.maxima] = _kept(shift.maxima)
@@ -80,9 +80,7 @@ def _reduces_long_rows(node: Node) -> bool:
 
 def _kept(node: Node) -> Rewrite:
     why = "one number a row, kept for the backward pass: the rows are not read again"
-    return Rewrite(
-        why, node.inputs, functools.partial(_run_and_keep, node), KEPT_ROWS, as_stored=True
-    )
+    return Rewrite(why, node.inputs, partial(_run_and_keep, node), KEPT_ROWS, as_stored=True)
 
 
 def is_long(length: Any) -> bool:
@@ -129,7 +127,7 @@ def _kept_sums(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> An
     return checkpoint_name(sums_of_powers(axes, shifted, rows, shift), KEPT_ROWS)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def sums_of_powers(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -> Any:
     """Returns the sums of exp(shifted) over the last `axes`, for shifted = rows - shift.
 
@@ -196,9 +194,9 @@ def pick_as_sum(island: Island, level: Level) -> Island:
 def _as_sum(node: Node) -> Rewrite:
     if is_long(node.inputs[0].aval.shape[_axis(node)]):
         why = "one element of each row, with the derivative of a masked sum: it writes no zeros"
-        return Rewrite(why, node.inputs, functools.partial(_gathered, node))
+        return Rewrite(why, node.inputs, partial(_gathered, node))
     why = "one element of each row, as a masked sum: its derivative writes no zeros"
-    return Rewrite(why, node.inputs, functools.partial(_pick, node))
+    return Rewrite(why, node.inputs, partial(_pick, node))
 
 
 def _is_pick(node: Node) -> bool:
@@ -245,7 +243,7 @@ def _pick(node: Node, operand: Any, indices: Any, fill: float | None = None) -> 
     return picked.reshape(node.outputs[0].aval.shape)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gathered(node: Node, operand: Any, indices: Any) -> Any:
     """Returns what the gather `node` returns, with the derivative of `_pick`."""
     (result,) = _jax_compat.bind(node.equation.primitive, [operand, indices], node.params)

@@ -18,8 +18,7 @@ from jmp.autocasting._steps import Environment, Island, Read, Single, on
 from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
 from jmp.autocasting.targets._everywhere import FIRST, LAST
-from jmp.autocasting.targets._padding import pad_softmaxes
-from jmp.autocasting.targets._softmax import softmax_from_half_result
+from jmp.autocasting.targets._softmax import pad_softmaxes, softmax_from_half_result
 from jmp.dtypes import FLOAT32
 
 

@@ -1,6 +1,6 @@
 """Programs for TPUs: the passes, and the smaller of them."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial, reduce
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp._jax_compat import has_named_axes
-from jmp.autocasting._graph import Node, Value
+from jmp import _jax_compat
+from jmp.autocasting._facts import Shift, softmaxes_within
+from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import (
     bilinear,
@@ -23,10 +24,9 @@ from jmp.autocasting._lowerings import (
 )
 from jmp.autocasting._numbers import size_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import Environment, Read, Single, on
+from jmp.autocasting._steps import Environment, Island, Read, Rewrite, Single, on
 from jmp.autocasting.attention import PALLAS, fuse_attentions
 from jmp.autocasting.targets._everywhere import FIRST, LAST
-from jmp.autocasting.targets._softmax import softmax_of_half_scores
 from jmp.dtypes import FLOAT32
 
 # Biases.
@@ -118,7 +118,7 @@ def spreads(node: Node) -> bool:
     is_larger = positions(result, numbers.out_spec) > positions(image, numbers.lhs_spec)
     in_one_group = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
     is_empty = 0 in (image.size, result.size)
-    return is_larger and in_one_group and not is_empty and not has_named_axes(result)
+    return is_larger and in_one_group and not is_empty and not _jax_compat.has_named_axes(result)
 
 
 def convolve_spreading(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
@@ -204,6 +204,115 @@ of_kernel_p = bilinear(
     (_gradient_of_image, _gradient_of_kernel),
     _batched_convolution,
 )
+
+
+# Softmaxes.
+#
+# On TPUs the scores of a softmax, less their maximum, are half. XLA for TPUs computes exponentials
+# again wherever they are read, in the fusions of the products around a softmax. Nothing but half
+# scores is stored, and a derivative from the half result would only add sums. If the scores less
+# their maximum are half, and their masks were applied in half before, XLA computes maximum,
+# difference and sums in the kernel of the product, and stores the difference in place of the
+# scores. Otherwise it reads the scores twice more for them. A difference of half numbers within a
+# factor of two of each other is exact. Any other difference is rounded once, by about as much as
+# the scores were.
+
+# The length of a TPU's vectors. Of rows that are no multiple of it (197 tokens of a ViT) XLA makes
+# a kernel of their own, with which a step moves 9 % more bytes.
+VECTOR = 128
+
+
+@on(Island)
+def softmax_of_half_scores(island: Island, level: Level) -> Island:
+    """Rewrites masks and scales of half scores, and the difference from their maximum, for TPUs."""
+    half, inside, in_half = level.half, set(island.nodes), island.written_in(level.half)
+    # No TPU multiplies float16, in which a mask might not lie below all scores.
+    if half == np.float16 or not island.is_recomputed:
+        return island
+    found = {}
+    for one in softmaxes_within(level.facts.softmaxes, inside):
+        exact = one.shift and _exact_steps(one.shift, island, half)
+        results = downstream(one.argument, inside.__contains__)
+        if one.shift is None or exact is None or in_half.isdisjoint(results):
+            continue
+        for node in exact:
+            why = "half scores, masked or scaled by a power of two: exact in half"
+            found[node] = Rewrite(why, node.inputs, partial(_run_in_half, node, half))
+        length, sub = one.shift.rows.aval.shape[-1], one.shift.sub
+        if isinstance(length, int) and length % VECTOR == 0:
+            why = "half scores less their maximum, in half: XLA computes it behind the product"
+            found[sub] = Rewrite(why, sub.inputs, partial(_difference, half))
+    return island.rewritten(found)
+
+
+def _exact_steps(shift: Shift, island: Island, half: np.dtype) -> list[Node] | None:
+    """Returns the nodes that mask and scale half scores; None if more than a softmax reads them."""
+    readers, scores = {shift.sub, shift.maxima}, shift.rows
+    entering = {read.value for read in island.reads if read.dtype == half}
+    leaving = {write.value for write in island.writes}
+    if shift.sub.reads_float32 or not _is_maximum(shift.sub.inputs[1], shift.maxima, leaving):
+        return None
+    found: list[Node] = []
+    while scores not in entering:
+        node = scores.producer
+        # Other readers of masked scores, such as a comparison, see the mask as it was written.
+        is_read_here = scores not in leaving and readers.issuperset(scores.users)
+        if node is None or node not in island.nodes or not is_read_here:
+            return None
+        varying = [v for v in node.inputs if v.is_float32 and v.constant is None]
+        if node.reads_float32 or not _is_exact_in_half(node) or len(varying) != 1:
+            return None
+        found.append(node)
+        readers, (scores,) = {node}, varying
+    return found
+
+
+def _is_maximum(value: Value, maxima: Node, leaving: Set[Value]) -> bool:
+    """Returns whether a value is a maximum that only the softmax reads, without a gradient."""
+    is_stopped = False
+    while value not in leaving and len(value.users) == 1:
+        node = value.producer
+        if node is None or node is maxima:
+            return is_stopped and node is maxima
+        operands = [operand for operand in node.inputs if operand.constant != -np.inf]
+        is_first = node.name == "max" and len(operands) == 1  # of -inf and the maximum
+        is_stopped |= node.name == "stop_gradient"
+        if not (is_first or node.rule.moves or node.name == "stop_gradient"):
+            return False
+        value = operands[0]
+    return False
+
+
+def _is_exact_in_half(node: Node) -> bool:
+    """Returns whether a node masks by a constant, or scales down by a power of two.
+
+    A softmax sees no difference if half scores are masked or scaled so. A power of two changes only
+    the digits of subnormal numbers, and a rounded mask of -1e9 lies as far below all scores.
+    """
+    operands = node.inputs if node.name == "mul" else node.inputs[1:]
+    constants = [value.constant for value in operands if value.constant is not None]
+    if len(constants) != 1:
+        return False
+    if node.name == "select_n":
+        return len(operands) == 2
+    digits, exponent = np.frexp(constants[0])
+    scales_down = {"mul": exponent <= 1, "div": exponent >= 1}
+    return bool(abs(digits) == 0.5 and scales_down.get(node.name))
+
+
+def _run_in_half(node: Node, half: Any, *operands: Any) -> Any:
+    """Returns the result of `node`, in float32, computed in half."""
+    limit, halves = float(jnp.finfo(half).max), []
+    for value, array in zip(node.inputs, operands, strict=True):
+        if value.constant is not None and value.is_float32:  # its finite numbers stay finite
+            array = jnp.where(jnp.isinf(array), array, jnp.clip(array, -limit, limit))
+        halves.append(jnp.asarray(array, half) if value.is_float32 else array)
+    (result,) = _jax_compat.bind(node.equation.primitive, halves, node.params)
+    return result.astype(FLOAT32)
+
+
+def _difference(half: Any, rows: Any, shift: Any) -> Any:
+    return (rows.astype(half) - shift.astype(half)).astype(FLOAT32)
 
 
 # The target.
