@@ -75,7 +75,12 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
         expected = "an optax transformation, such as optax.adam(1e-3)"
         raise wrong(TypeError, "state_shardings", tx, expected, name="tx")
     for path, leaf in tree_leaves_with_path(params):
-        _check_has_sharding(keystr(path), leaf)
+        if not isinstance(getattr(leaf, "sharding", None), Sharding):
+            raise ValueError(
+                f"state_shardings got {described(leaf)} without a sharding at params{keystr(path)};"
+                " expected an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...), and no "
+                "tracer: call it outside of jit."
+            )
     return _shardings(jax.eval_shape(tx.init, params), params)
 
 
@@ -114,12 +119,12 @@ def _put(state: S, params: PyTree) -> S:
     """Returns a state made of parameters that lie on a mesh, also one made inside of jit."""
 
     def put(leaf: Any, sharding: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
         if _jax_compat.is_concrete(leaf):
-            is_elsewhere = isinstance(leaf, jax.Array) and leaf.sharding != sharding
-            return jax.device_put(leaf, sharding) if is_elsewhere else leaf
-        if isinstance(sharding, NamedSharding):
-            return lax.with_sharding_constraint(leaf, sharding)
-        return leaf
+            return jax.device_put(leaf, sharding)
+        is_named = isinstance(sharding, NamedSharding)
+        return lax.with_sharding_constraint(leaf, sharding) if is_named else leaf
 
     return jax.tree.map(put, state, _shardings(state, params))
 
@@ -137,28 +142,24 @@ def _tied(state: S, params: PyTree, anchor: jax.Array) -> S:
     read = () if mesh.manual_axes else (anchor,)
     never, *_ = lax.optimization_barrier((jnp.array(False), *read))
 
-    def by_type(leaf: Any, sharding: Any) -> Any:
+    def tie(path: Path, leaf: Any, sharding: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        leaf, *_ = lax.optimization_barrier((reshard_where_types_say(leaf, sharding), *read))
-        return leaf
-
-    def by_select(path: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
+        leaf = reshard_where_types_say(leaf, sharding)
         param: Any = by_path.get(parameter_path(leaf, path, by_path))
         if param is None and (rows := _parameter_of_scales(leaf, path, by_path)) is not None:
+            if mesh.explicit_axes:
+                return leaf
             param = jnp.broadcast_to(rows[..., :1], leaf.shape)
         if _can_be_tied(leaf, param):
             return lax.select(never, jnp.real(param).astype(leaf.dtype), leaf)
         leaf, *_ = lax.optimization_barrier((leaf, *read))
-        if leaf.ndim and read:  # XLA would shard it as what it was computed from
+        if leaf.ndim and read and not mesh.explicit_axes:
+            # XLA would shard it as what it was computed from.
             return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec()))
         return leaf
 
-    if mesh.explicit_axes:
-        return jax.tree.map(by_type, state, _shardings(state, jax.tree.map(jax.typeof, params)))
-    return tree_map_with_path(by_select, state)
+    return tree_map_with_path(tie, state, _shardings(state, jax.tree.map(jax.typeof, params)))
 
 
 def _can_be_tied(leaf: jax.Array, param: Any) -> bool:
@@ -245,13 +246,3 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     return max(meshes, key=lambda mesh: mesh.size, default=None)
-
-
-def _check_has_sharding(path: str, leaf: Any) -> None:
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, Sharding):
-        raise ValueError(
-            f"state_shardings got {described(leaf)} without a sharding at params{path}; expected "
-            "an array, or a jax.ShapeDtypeStruct(shape, dtype, sharding=...), and no tracer: call "
-            "it outside of jit."
-        )

@@ -422,7 +422,7 @@ def test_a_report_of_a_step_says_what_devices_send(inside):
     if inside:  # of a function that runs as a whole
         gradient = jmp.autocast(gradient, F16)
     step = jax.shard_map(gradient, mesh=mesh, in_specs=(shards, shards), out_specs=shards)
-    rows = report(step, *shapes_of([(16, 8), (8, 16)])).rows
+    rows = report(step, *shapes_of([(512, 256), (8, 512)])).rows
     sent = {row.operation: row.dtype_in for row in rows if row.kind == "transfer"}
     assert sent == {"all_gather": "float16", "all_to_all": "float16"}
 
