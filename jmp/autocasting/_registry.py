@@ -100,7 +100,7 @@ class Rule:
     reduces: bool = False  # it reduces over `axes`
     sums: bool = False  # it adds up or multiplies many terms: in reports, a reduction
     rounds: bool = False  # float32 for want of a half kernel, not for its numbers (fft)
-    chooses: bool = False  # its result says which entry, and not how large it is
+    chooses: bool = False  # integers among its results say which entry, and not how large it is
     draws_bits: bool = False  # it makes or uses random bits
     casts: bool = False  # it changes the dtype and nothing else
 
@@ -344,7 +344,8 @@ FOLLOW = {
     "reduce_and reduce_or reduce_xor xor population_count clz": ("exact", "fusible"),
     "shift_left shift_right_logical shift_right_arithmetic": ("exact", "fusible"),
     "gather": (SUMS, "fusible sums_backward rearranges looks_up"),
-    "sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min pmax pmin": (
+    "sort top_k approx_top_k": ("exact; moves or compares data", "chooses"),
+    "cummax cummin reduce_window_max reduce_window_min pmax pmin": (
         "exact; moves or compares data",
         "",
     ),

@@ -270,6 +270,7 @@ COUNTED_BY_FLOATING_NUMBERS = {
         lambda k, m: (k - 1, m + (x[0] > 1)), is_positive, n, 0
     )[1],
     "any of its operands": lambda n, x: jnp.where(n > 3, n, is_large(x)),
+    "integers in a sort": lambda n, x: lax.sort((x, 1 * (x > 1)), num_keys=1)[1][0],
     "a callback": lambda n, x: jax.pure_callback(
         lambda x: n, jax.ShapeDtypeStruct((), jnp.int32), x
     ),
@@ -288,6 +289,11 @@ BY_FLOATING_NUMBERS = {
 COUNTED_BY_INTEGERS = {
     "a counter": lambda n, x: n - 1,
     "which is the largest": lambda n, x: jnp.argmax(x),
+    "which are the largest": lambda n, x: lax.top_k(x, 2)[1][0],
+    "which is the smallest": lambda n, x: jnp.argsort(x)[0],
+    "one of the largest": lambda n, x: lax.top_k(x, 2)[1][
+        jax.random.categorical(jax.random.key(n), x[:2])
+    ],
     "counted in a scan": lambda n, x: carried(lambda c, _: ((c[0] - 1, c[1] / 2), c[1]), (n, x))[0],
     "integers of a scan": lambda n, x: carried(lambda m, row: (m - row, x * m), n, jnp.arange(2)),
     "counted in branches": lambda n, x: lax.cond(

@@ -308,11 +308,13 @@ def _depend(
     equation: JaxprEqn, _: tuple[JaxprEqn, ...], operands: list[bool], inside: WayInside[bool]
 ) -> Sequence[bool]:
     """Returns for each result whether it is floating, or depends on what is."""
+    found = inside() or [any(operands)] * len(equation.outvars)
     if rule_for(equation.primitive.name).chooses:
         # Which entry is the largest is no distance that shrinks: a text is generated up to the
-        # token that ends it.
-        return [False] * len(equation.outvars)
-    found = inside() or [any(operands)] * len(equation.outvars)
+        # token that ends it. Integers that are sorted are what they were.
+        moved = zip(operands, equation.invars, strict=True)
+        own = [depends and not is_inexact(operand) for depends, operand in moved]
+        found = own if equation.primitive.name == "sort" else [False] * len(found)
     pairs = zip(found, equation.outvars, strict=True)
     return [depends or is_inexact(variable) for depends, variable in pairs]
 
