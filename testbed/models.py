@@ -85,6 +85,7 @@ def resnet(dtype=jnp.float32, batch=256, widths=(64, 128, 256, 512)):
 class UNetModule(nn.Module):
     dtype: jnp.dtype
     widths: tuple = (32, 64, 128)
+    pool: Callable = nn.max_pool
 
     @nn.compact
     def __call__(self, x):
@@ -98,7 +99,7 @@ class UNetModule(nn.Module):
         for width in self.widths:
             x = block(x, width)
             skips.append(x)
-            x = nn.max_pool(x, (2, 2), (2, 2))
+            x = self.pool(x, (2, 2), (2, 2))
         x = block(x, self.widths[-1])
         for width, skip in zip(reversed(self.widths), reversed(skips), strict=True):
             x = nn.ConvTranspose(width, (2, 2), (2, 2), dtype=self.dtype)(x)
@@ -106,10 +107,10 @@ class UNetModule(nn.Module):
         return nn.Conv(4, (1, 1), dtype=self.dtype)(x)
 
 
-def unet(dtype=jnp.float32, batch=64, size=64, widths=(32, 64, 128)):
+def unet(dtype=jnp.float32, batch=64, size=64, widths=(32, 64, 128), pool=nn.max_pool):
     images = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
     labels = jax.random.randint(jax.random.key(2), (batch, size, size), 0, 4)
-    return linen_model(UNetModule(dtype, widths), images, labels)
+    return linen_model(UNetModule(dtype, widths, pool), images, labels)
 
 
 # Transformers.

@@ -192,6 +192,22 @@ def repeated_numbers(values: Iterable[Value]) -> list[Value]:
     ]
 
 
+def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Sequence[Node], bool]:
+    """Returns the nodes of an island that run before it in half, the rest, and if it is recomputed.
+
+    See `peel`. Where an island is kept, is large and a product follows, only a bias is better added
+    in half: XLA would store its cotangent in float32. An island that is linear throughout stays
+    what it is.
+    """
+    is_recomputed = choose_recompute(nodes, level)
+    if is_recomputed or (feed(nodes, level) and not is_small(nodes, level)):
+        front, rest = peel(nodes, level)
+        added = {value for node in front for value in node.inputs} - level.facts.dependent
+        if front and rest and (is_recomputed or any(value.varies for value in added)):
+            return front, rest, is_recomputed
+    return [], nodes, is_recomputed
+
+
 class Cone(NamedTuple):
     """A linear function: the nodes that compute it, and the values that enter."""
 

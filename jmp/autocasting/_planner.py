@@ -108,25 +108,10 @@ class Planner(Level):
         return steps
 
     def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
-        is_recomputed = _islands.choose_recompute(nodes, self)
-        front: list[Node] = []
-        if is_recomputed or self._keeps_much(nodes):
-            front, rest = _islands.peel(nodes, self)
-        # Of what is kept, only a bias is better added in half: XLA would store its cotangent in
-        # float32. An island that is linear throughout stays what it is.
-        if not front or not rest or not (is_recomputed or self._adds_bias(front)):
-            front, rest = [], nodes
+        front, rest, is_recomputed = _islands.with_front(nodes, self)
         return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
 
-    def _keeps_much(self, nodes: Sequence[Node]) -> bool:
-        """Returns whether an island is large, and not the end of a network: a product follows."""
-        return not _islands.is_small(nodes, self) and _islands.feed(nodes, self)
-
-    def _adds_bias(self, nodes: Iterable[Node]) -> bool:
-        operands = (value for node in nodes for value in node.inputs)
-        return any(value.varies and value not in self.facts.dependent for value in operands)
-
-    def _island(self, nodes: list[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
+    def _island(self, nodes: Sequence[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
         outputs, own = set(self.graph.outputs), set(nodes)
         values = (value for node in nodes for value in node.outputs)
         leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]

@@ -107,11 +107,10 @@ def accumulated_value_and_grad(
     check_loss_scale(loss_scale, CALLER)
     if weight is not None:
         check_function(weight, f"{CALLER}'s weight", "weight=lambda batch: batch['mask'].sum()")
-    _check_skip(skip)
-    expected = (
-        "an int of at least 1, such as 4, the number of micro-batches: it is the length of a loop, "
-        "and fixed when jit compiles"
-    )
+    if skip not in SKIPS:
+        kind = ValueError if isinstance(skip, str) else TypeError
+        raise wrong(kind, CALLER, skip, " or ".join(map(repr, SKIPS)), name="skip")
+    expected = "an int of at least 1, such as 4: the number of micro-batches, fixed under jit"
     steps = check_number(steps, CALLER, expected, lambda n: n >= 1, name="steps", kind=int)
     dtype_of = functools.partial(_dtype_of_sum, _checked_sum_dtype(accumulate_dtype))
     axes = axis_names(reduce_axes, "reduce_axes", CALLER)
@@ -119,11 +118,16 @@ def accumulated_value_and_grad(
     scaled = scaled_loss(fun, loss_scale, has_aux)  # returns (scaled loss, (loss, aux))
 
     def micro_batch(args: Sequence[Any], kwargs: dict[str, Any], rows: Sequence[Any]) -> Any:
-        """Returns what a micro-batch adds to the gradients, and its value, count and aux."""
-        count, power = jnp.float32(1), None
+        """Returns what a micro-batch adds to the gradients, and its value, count and aux.
+
+        The count is None if each micro-batch counts one: a loop would stack ones.
+        """
+        count = power = None
         if weight is not None:
             count = _weight_of(weight, rows)
             power = _power_of_two_up_to(count)
+        elif skip == "micro_batch":
+            count = jnp.float32(1)
 
         def loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             value, rest = scaled(*args, **kwargs)
@@ -166,7 +170,8 @@ def accumulated_value_and_grad(
             sums, terms = jax.lax.scan(turn, start, _split_rows(batch, steps))
         values, counts, aux = terms
         # The count is added up over the axes too, so that it is of all devices.
-        totals = sums, values.sum(), counts.sum()
+        count = jnp.float32(steps) if counts is None else counts.sum()
+        totals = sums, values.sum(), count
         sums, value, count = jax.lax.psum(totals, axes) if axes else totals
         value, gradients = jax.tree.map(lambda x: _divided(x, count), (value, sums))
         if isinstance(argnums, int):
@@ -239,13 +244,6 @@ def _power_of_two_up_to(count: jax.Array) -> jax.Array:
 
 
 # Checks of the arguments, before anything runs.
-
-
-def _check_skip(skip: object) -> None:
-    """Raises TypeError or ValueError if `skip` is not one of `SKIPS`."""
-    kind = ValueError if isinstance(skip, str) else TypeError
-    if kind is TypeError or skip not in SKIPS:
-        raise wrong(kind, CALLER, skip, " or ".join(map(repr, SKIPS)), name="skip")
 
 
 def _checked_sum_dtype(dtype: DTypeLike) -> np.dtype:

@@ -50,7 +50,7 @@ MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
     "concatenate": lambda node, *parts: np.concatenate(parts, node.params["dimension"]),
     "convert_element_type": lambda _, operand: operand,
     "reshape": lambda node, operand: operand.reshape(shape_of(node.outputs[0])),
-    "cumsum": lambda node, operand: _added_up(operand, **node.params),
+    "cumsum": lambda node, operand: _running_sums(operand, **node.params),
 }
 # Of these kinds NumPy computes other numbers: a quotient that is no integer, sums in another order.
 NOT_OF = {"div": "biu", "cumsum": "f"}
@@ -173,7 +173,7 @@ def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
     return None
 
 
-def _added_up(numbers: Numbers, axis: int, reverse: bool) -> Numbers:
+def _running_sums(numbers: Numbers, axis: int, reverse: bool) -> Numbers:
     turned = np.flip(numbers, axis) if reverse else numbers
     sums = np.cumsum(turned, axis)
     return np.flip(sums, axis) if reverse else sums

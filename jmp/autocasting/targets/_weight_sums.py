@@ -103,7 +103,6 @@ def _probed(loop: Nested) -> Nested:
     is_large = sum(p.addend.size for p in probes) > MOST_RESULTS * of_weights
     if not probes or turns is None or is_large:
         return loop
-    HALFX = plan.request.settings.compute_dtype
     stacked = _multiplied_values(probes)
     graph = dataclasses.replace(
         plan.graph,
@@ -118,7 +117,7 @@ def _probed(loop: Nested) -> Nested:
         graph=graph,
         reads=(*plan.reads, *(None for _ in probes)),
         steps=tuple(lowered.get(nodes_of(step)[0], step) for step in plan.steps),
-        infos=(*plan.infos, *(Info(HALFX, False) for _ in stacked)),
+        infos=(*plan.infos, *(Info(None, False) for _ in stacked)),
     )
     return loop._replace(insides=(body,), lowering=partial(run_in_parts, probes, turns))
 

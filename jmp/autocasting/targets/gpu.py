@@ -99,6 +99,7 @@ def reverse_rounded_kernels(step: Single, level: Level) -> Single:
     is_kernel = reader.name == "conv_general_dilated" and reader.inputs[1] is result
     if not (result.is_float32 and is_kernel and reader.is_product):
         return step
+    level.store([result], [level.half])
     return step._replace(reads=(Read(operand, level.half),), stores=(level.half,))
 
 
