@@ -290,3 +290,10 @@ def test_the_slope_of_a_saturated_tanh_that_the_loss_differentiates_keeps_its_di
 
     found = jax.grad(jmp.autocast(loss, f"mixed_{dtype}"))(first)
     assert relative_error(found, jax.grad(loss)(first)) < 4 * jnp.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_the_gradient_of_a_maximum_that_is_nan_is_nan(half):
+    w, x = jnp.eye(4), jnp.ones((3, 4)).at[1, 2].set(jnp.nan)
+    gradient = jax.grad(jmp.autocast(lambda x: jnp.sum(jnp.max(x @ w, 0) @ w), f"mixed_{half}"))
+    assert jnp.isnan(gradient(x)).all()

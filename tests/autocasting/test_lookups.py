@@ -80,6 +80,10 @@ CONSTANTS = {
     "remainders": lambda: (
         jax.lax.rem(jnp.arange(-3, 4), jnp.full(7, 2)) * jnp.sign(jnp.arange(7) - 3)
     ),
+    "by columns": lambda: jnp.ravel(jnp.arange(6).reshape(2, 3), order="F"),
+    "turned": lambda: jnp.reshape(jnp.arange(8).reshape(2, 2, 2), (4, 2), order="F"),
+    "too large for bytes": lambda: (jnp.arange(8) * 1.0 + 252).astype(jnp.uint8),
+    "remainders of zero": lambda: jax.lax.rem(jnp.arange(4), jnp.arange(4) % 2),
     "a mask": lambda: jnp.where(jnp.tri(4) > 0, 0.0, -jnp.inf),
 }
 

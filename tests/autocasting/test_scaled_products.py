@@ -13,6 +13,7 @@ from tests.products import named
 ROWS, WIDTH = 8, 64
 KEYS = jax.random.split(jax.random.key(0), 3)
 Q, K, V = (jax.random.normal(key, (ROWS, WIDTH)) for key in KEYS)
+W = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / 8
 LARGE = 68.0  # a product of two such rows is about 300,000, and 37,000 divided by 8
 
 
@@ -63,6 +64,18 @@ def test_what_a_logarithm_reads_is_scaled_behind(size):
     q, k = size * Q + size, size * K + size
     found, exact = jmp.autocast(logarithm, "mixed_float16")(q, k), logarithm(q, k)
     np.testing.assert_allclose(found, exact, atol=0.02)
+
+
+def test_an_operand_is_scaled_before_it_is_rounded():
+    """float16 does not hold these queries, and holds them scaled."""
+
+    def normalised(q, k, v, size=3e5):
+        unit = lambda x: x * lax.rsqrt(jnp.sum(x**2, -1, keepdims=True))
+        q, k = unit(jnp.tanh(q @ W)) * size, unit(jnp.tanh(k @ W)) * (8 / size)
+        return jax.nn.softmax(q @ k.T / 8) @ v
+
+    found, exact = jmp.autocast(normalised, "mixed_float16")(Q, K, V), normalised(Q, K, V)
+    assert np.abs(found - exact).max() < 5e-3
 
 
 def test_a_layer_and_bfloat16_are_left_as_they_are():

@@ -42,7 +42,7 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {
     "floor": np.floor,
     "neg": np.negative,
     "sign": np.sign,
-    "rem": np.fmod,
+    "rem": lambda left, right: np.where(right == 0, left, np.fmod(left, right)),
     "select_n": lambda which, first, second: np.where(which, second, first),
 }
 MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
@@ -53,7 +53,7 @@ MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
     "cumsum": lambda node, operand: _running_sums(operand, **node.params),
 }
 # Of these kinds NumPy computes other numbers: a quotient that is no integer, sums in another order.
-NOT_OF = {"div": "biu", "cumsum": "f"}
+NOT_OF = {"div": "biu", "cumsum": "f", "sign": "f", "rem": "f"}
 
 
 def constant_of(value: Value) -> Numbers | None:
@@ -128,8 +128,9 @@ def _results_of(node: Node, operands: list[Numbers]) -> list[Numbers]:
         operands = [np.broadcast_to(x, own) for x, own in zip(operands, shapes, strict=True)]
     if max(math.prod(shape), *(x.size for x in operands), 0) > LARGEST:
         return []
-    if (found := _by_numpy(node, operands)) is not None:
-        return [found.astype(node.outputs[0].dtype)]
+    with np.errstate(all="ignore"):  # infinities are as good as other numbers
+        if (found := _by_numpy(node, operands)) is not None:
+            return [found.astype(node.outputs[0].dtype)]
     try:
         with jax.ensure_compile_time_eval():
             results = _jax_compat.bind(node.equation.primitive, operands, node.params)
@@ -142,8 +143,8 @@ def is_identity(node: Node) -> bool:
     """Returns whether a node and its derivative are the identity: a name, a cast to its dtype."""
     if node.name == "convert_element_type":
         return node.inputs[0].dtype == node.outputs[0].dtype
-    moves = node.name == "transpose" or node.name == "rev"
-    return node.rule.permutes and not moves and node.name != "stop_gradient"
+    others = ("transpose", "rev", "reshape", "stop_gradient")
+    return node.rule.permutes and node.name not in others
 
 
 def keeps_places(node: Node) -> bool:
@@ -162,15 +163,23 @@ def _by_numpy(node: Node, operands: list[Numbers]) -> Numbers | None:
     kinds = {np.dtype(node.outputs[0].dtype).kind, *(x.dtype.kind for x in operands)}
     if not kinds <= {*"biuf"} or kinds & {*NOT_OF.get(node.name, "")}:
         return None
+    if node.name == "select_n" and not (len(operands) == 3 and operands[0].dtype == bool):
+        return None
+    if node.name == "reshape" and node.params["dimensions"] is not None:
+        return None
+    if node.name == "convert_element_type" and not _holds(node.outputs[0].dtype, operands[0]):
+        return None
     if node.name in MOVED_BY_NUMPY:
-        # Other floating numbers have no integer: JAX and NumPy choose different ones.
-        are_small = all(x.dtype.kind != "f" or bool((np.abs(x) < 2**31).all()) for x in operands)
-        return MOVED_BY_NUMPY[node.name](node, *operands) if are_small else None
-    is_one_of_two = node.name != "select_n" or (len(operands) == 3 and operands[0].dtype == bool)
-    if node.name in BY_NUMPY and is_one_of_two:
-        with np.errstate(all="ignore"):  # infinities are as good as other numbers
-            return np.asarray(BY_NUMPY[node.name](*operands))
-    return None
+        return MOVED_BY_NUMPY[node.name](node, *operands)
+    return np.asarray(BY_NUMPY[node.name](*operands)) if node.name in BY_NUMPY else None
+
+
+def _holds(dtype: Any, numbers: Numbers) -> bool:
+    """Returns whether NumPy casts numbers as JAX does: not those that an integer dtype lacks."""
+    if numbers.dtype.kind != "f" or dtype.kind not in "iu":
+        return True
+    limits = np.iinfo(dtype)
+    return bool(((numbers >= limits.min) & (numbers <= limits.max)).all())
 
 
 def _running_sums(numbers: Numbers, axis: int, reverse: bool) -> Numbers:

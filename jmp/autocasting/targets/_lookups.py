@@ -31,7 +31,6 @@ def look_up_in_half(step: Single, level: Level) -> Single:
         arithmetic=Arithmetic.HALF,
         why=WHY_FEW,
         reads=tuple(Read(v, level.half if v.is_float32 else None) for v in node.inputs),
-        params={**step.params, "unique_indices": times == 1},
     )
 
 

@@ -2,7 +2,7 @@
 
 Their derivative divides by how many numbers do. That is counted in float32: in half a count of ties
 stops growing. Compared in float32, the numbers would be stored as a mask: a PointNet of two layers
-moves 8 % more bytes.
+moves 5 % more bytes.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,9 @@ def find_in_half(step: Single, operands: Sequence[Any], _: Environment) -> list[
         (array,), (change,) = primals, tangents
         (found,) = find(array)
         is_found = array == lax.expand_dims(found, axes)
-        count = jnp.sum(is_found, axes, dtype=FLOAT32)
-        total = jnp.sum(jnp.where(is_found, cast(change, FLOAT32), 0), axes)
-        return [cast(total / count, found.dtype)]
+        # Multiplied, not selected: where the maximum is NaN, and equals none, all shares are NaN.
+        ones = is_found.astype(FLOAT32)
+        total = jnp.sum(cast(change, FLOAT32) * ones, axes)
+        return [cast(total / jnp.sum(ones, axes), found.dtype)]
 
     return with_derivative(find, derivative)(*operands)

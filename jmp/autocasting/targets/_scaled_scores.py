@@ -2,10 +2,11 @@
 
 `q @ k.T / sqrt(d)` overflows before it is divided. The power of two of such a factor goes into the
 operands, half into each: they are rounded after it, as the result was, so no digit changes but
-those of subnormal numbers. Operands are divided by 16 at most, so that few become subnormal. That
-is done where the result goes to a maximum, as that of a softmax does, or to another product: there
-a number that has become subnormal is as good as zero. It is not done where a logarithm or a sum
-reads the result, nor in a layer, whose input would be stored once more.
+those of subnormal numbers. Operands are divided by 16 at most, so that few become subnormal. An
+island that makes an operand multiplies it before it is rounded. All that is done where the result
+goes to a maximum, as that of a softmax does, or to another product: there a number that has become
+subnormal is as good as zero. It is not done where a logarithm or a sum reads the result, nor in a
+layer, whose input would be stored once more.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ MOST_POWERS = 4  # of two, by which an operand is divided
 class ScaledProduct:
     """A lowering: a product of half operands that are multiplied by powers of two."""
 
-    factors: tuple[float, float]
+    factors: tuple[float, ...]
 
     def __call__(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
         """Returns the result of the step, scaled."""
@@ -82,9 +83,14 @@ def scale_before(steps: Sequence[Step], level: Level) -> list[Step]:
         (result,) = scaling.node.outputs
         behind = _with_rest(current[scaling.node], scaling)
         if behind is not None and (result in compared or result not in others):
-            why, lowering = f"{product.why}; {WHY_SCALED}", ScaledProduct(scaling.factors)
-            current[product.node] = product._replace(why=why, lowering=lowering)
             current.update(dict.fromkeys(nodes_of(behind), behind))
+            factors = [
+                1.0 if _scaled_in_island(product, value, factor, current, level) else factor
+                for value, factor in zip(product.node.inputs, scaling.factors, strict=True)
+            ]
+            lowering = ScaledProduct(tuple(factors)) if set(factors) != {1.0} else None
+            why = f"{product.why}; {WHY_SCALED}"
+            current[product.node] = product._replace(why=why, lowering=lowering)
     return list({id(step): step for step in current.values()}.values())
 
 
@@ -109,6 +115,34 @@ def _with_rest(step: Step, scaling: Scaling) -> Step | None:
     if isinstance(step, Single) and step.lowering is None:
         return step._replace(lowering=lambda _, operands, __: [scaling.rest(*operands)])
     return None
+
+
+def _scaled_in_island(
+    product: Single, value: Value, factor: float, current: dict[Node, Step], level: Level
+) -> bool:
+    """Multiplies an operand where it is made, before it is rounded; returns whether that is done.
+
+    It is if an island makes it for this product only. A fused attention would read it as well.
+
+    Args:
+      current: the steps by their nodes; the island among them is changed.
+    """
+    node, is_fused = value.producer, level.context.request.settings.attention == "fused"
+    if node is None or is_fused or factor == 1 or len(node.outputs) != 1:
+        return False
+    island = current.get(node)
+    if not isinstance(island, Island):
+        return False
+    if value.users != [product.node] or value in level.graph.outputs or node in island.rewrites:
+        return False
+
+    def run(*operands: Any) -> Any:
+        (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
+        return result * np.float32(factor)
+
+    rewrite = Rewrite(f"multiplied by {factor:g}: {WHY_SCALED}", node.inputs, run)
+    current.update(dict.fromkeys(island.nodes, island.rewritten({node: rewrite})))
+    return True
 
 
 def _scaling_behind(product: Node, outputs: Sequence[Value]) -> Scaling | None:
