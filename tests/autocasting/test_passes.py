@@ -40,8 +40,7 @@ def classes(w, x):
     return -jnp.take_along_axis(log_p, LABELS[:, None], 1).mean()
 
 
-def gelu(w, x):
-    return jnp.mean((jax.nn.gelu(x @ w) @ V) ** 2)
+gelu = lambda w, x: jnp.mean((jax.nn.gelu(x @ w) @ V) ** 2)
 
 
 def three_products(w, x):
@@ -68,8 +67,7 @@ def heads(w, x):
     return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
 
 
-def biased(w, x):
-    return jnp.mean((jnp.tanh(x @ V + w[:1]) @ U) ** 2)
+biased = lambda w, x: jnp.mean((jnp.tanh(x @ V + w[:1]) @ U) ** 2)
 
 
 def spreading(w, x):
@@ -101,13 +99,11 @@ def biased_turns(w, x):
     return jnp.mean((lax.scan(turn, x, None, length=3)[0] @ U) ** 2)
 
 
-def looked_up(w, x):
-    return jnp.mean((jnp.tanh(x @ w)[jnp.arange(0, 32, 2)] @ U) ** 2)
+looked_up = lambda w, x: jnp.mean((jnp.tanh(x @ w)[jnp.arange(0, 32, 2)] @ U) ** 2)
 
 
 def pooled(w, x):
-    x = jnp.minimum(x @ w, 0.25)  # numbers that tie
-    return jnp.mean((jnp.max(x, 0, keepdims=True) @ U) ** 2)
+    return jnp.mean((jnp.max(jnp.minimum(x @ w, 0.25), 0, keepdims=True) @ U) ** 2)  # with ties
 
 
 def recurrent(w, x):

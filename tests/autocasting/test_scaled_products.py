@@ -66,15 +66,23 @@ def test_what_a_logarithm_reads_is_scaled_behind(size):
     np.testing.assert_allclose(found, exact, atol=0.02)
 
 
-def test_an_operand_is_scaled_before_it_is_rounded():
+unit = lambda x: x * lax.rsqrt(jnp.sum(x**2, -1, keepdims=True))
+
+
+def normalised(q, k, v, size=3e5):
     """float16 does not hold these queries, and holds them scaled."""
+    q, k = unit(jnp.tanh(q @ W)) * size, unit(jnp.tanh(k @ W)) * (8 / size)
+    return jax.nn.softmax(q @ k.T / 8) @ v
 
-    def normalised(q, k, v, size=3e5):
-        unit = lambda x: x * lax.rsqrt(jnp.sum(x**2, -1, keepdims=True))
-        q, k = unit(jnp.tanh(q @ W)) * size, unit(jnp.tanh(k @ W)) * (8 / size)
-        return jax.nn.softmax(q @ k.T / 8) @ v
 
-    found, exact = jmp.autocast(normalised, "mixed_float16")(Q, K, V), normalised(Q, K, V)
+def of_one_array(q, _, v):
+    q = 8 * unit(q @ W)
+    return jax.nn.softmax(jnp.einsum("qd,kd->qk", q, q) / 8) @ v
+
+
+@pytest.mark.parametrize("scores", [normalised, of_one_array])
+def test_an_operand_is_scaled_before_it_is_rounded(scores):
+    found, exact = jmp.autocast(scores, "mixed_float16")(Q, K, V), scores(Q, K, V)
     assert np.abs(found - exact).max() < 5e-3
 
 

@@ -84,10 +84,13 @@ def scale_before(steps: Sequence[Step], level: Level) -> list[Step]:
         behind = _with_rest(current[scaling.node], scaling)
         if behind is not None and (result in compared or result not in others):
             current.update(dict.fromkeys(nodes_of(behind), behind))
-            factors = [
-                1.0 if _scaled_in_island(product, value, factor, current, level) else factor
-                for value, factor in zip(product.node.inputs, scaling.factors, strict=True)
-            ]
+            factors = list(scaling.factors)
+            for side, value in enumerate(product.node.inputs):
+                step = current[value.producer] if value.producer in current else None
+                island = _with_factor(step, value, factors[side], level)
+                if island is not None:
+                    factors[side] = 1.0
+                    current.update(dict.fromkeys(island.nodes, island))
             lowering = ScaledProduct(tuple(factors)) if set(factors) != {1.0} else None
             why = f"{product.why}; {WHY_SCALED}"
             current[product.node] = product._replace(why=why, lowering=lowering)
@@ -117,32 +120,26 @@ def _with_rest(step: Step, scaling: Scaling) -> Step | None:
     return None
 
 
-def _scaled_in_island(
-    product: Single, value: Value, factor: float, current: dict[Node, Step], level: Level
-) -> bool:
-    """Multiplies an operand where it is made, before it is rounded; returns whether that is done.
+def _with_factor(step: Step | None, value: Value, factor: float, level: Level) -> Island | None:
+    """Returns an island that multiplies what it makes of a value before it is rounded.
 
-    It is if an island makes it for this product only. A fused attention would read it as well.
-
-    Args:
-      current: the steps by their nodes; the island among them is changed.
+    Returns: None if no island makes it for one operand of one product. A fused attention would read
+      the value as well.
     """
     node, is_fused = value.producer, level.context.request.settings.attention == "fused"
-    if node is None or is_fused or factor == 1 or len(node.outputs) != 1:
-        return False
-    island = current.get(node)
-    if not isinstance(island, Island):
-        return False
-    if value.users != [product.node] or value in level.graph.outputs or node in island.rewrites:
-        return False
+    if not isinstance(step, Island) or node is None or len(node.outputs) != 1:
+        return None
+    reads = [read for user in value.users for read in user.inputs].count(value)
+    is_shared = reads != 1 or value in level.graph.outputs
+    if is_shared or is_fused or factor == 1 or node in step.rewrites:
+        return None
 
     def run(*operands: Any) -> Any:
         (result,) = _jax_compat.bind(node.equation.primitive, operands, node.params)
         return result * np.float32(factor)
 
-    rewrite = Rewrite(f"multiplied by {factor:g}: {WHY_SCALED}", node.inputs, run)
-    current.update(dict.fromkeys(island.nodes, island.rewritten({node: rewrite})))
-    return True
+    why = f"multiplied by {factor:g}: {WHY_SCALED}"
+    return step.rewritten({node: Rewrite(why, node.inputs, run)})
 
 
 def _scaling_behind(product: Node, outputs: Sequence[Value]) -> Scaling | None:
