@@ -8,6 +8,7 @@ differ.
 import concurrent.futures
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,10 @@ class Extremes(NamedTuple):
     slope: float  # no magnitude of f's derivative exceeds it
 
 
+# Of the functions of this process; they are few, such as gelu of a sum.
+_FOUND: dict[Hashable, Extremes] = {}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionOfProduct:
     """How a value is computed, number by number, from one product's result.
@@ -44,13 +49,30 @@ class FunctionOfProduct:
     argument: Value
     nodes: tuple[Node, ...] = ()
 
-    @functools.cached_property
+    @property
     def extremes(self) -> Extremes:
-        """The extremes of the function of the argument.
+        """The extremes of the function of the argument, which are found once for equal functions.
 
         Numbers for which the function or its slope is NaN are left out: a result, or a cotangent,
         is NaN too.
         """
+        if self._key not in _FOUND:
+            _FOUND[self._key] = self._found_extremes()
+        return _FOUND[self._key]
+
+    @functools.cached_property
+    def _key(self) -> Hashable:
+        """The function, without the names of its values: layers that are alike have one."""
+        places = {self.argument: 0}
+        equations: list[Hashable] = []
+        for node in self.nodes:
+            reads = tuple((places.get(value), value.constant) for value in node.inputs)
+            params = tuple(sorted(node.params.items()))
+            equations.append((node.equation.primitive, node.rule.reshapes, params, reads))
+            places[node.outputs[0]] = len(equations)
+        return tuple(equations)
+
+    def _found_extremes(self) -> Extremes:
         numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(FLOAT32)
         numbers = numbers[np.isfinite(numbers)]
         # In a thread of its own nothing is being traced, and no mesh of other devices is set.
