@@ -29,7 +29,7 @@ class Extremes(NamedTuple):
     slope: float  # no magnitude of f's derivative exceeds it
 
 
-# Of the functions of this process; they are few, such as gelu of a sum.
+# What was found in this process. Functions are few: gelu, silu and the like.
 _FOUND: dict[Hashable, Extremes] = {}
 
 
