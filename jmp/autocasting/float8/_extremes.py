@@ -29,7 +29,7 @@ class Extremes(NamedTuple):
     slope: float  # no magnitude of f's derivative exceeds it
 
 
-# What was found in this process. Functions are few: gelu, silu and the like.
+# The extremes of this process, by function. A model has few functions, such as gelu.
 _FOUND: dict[Hashable, Extremes] = {}
 
 
