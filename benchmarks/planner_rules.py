@@ -35,7 +35,7 @@ import numpy as np
 
 import jmp
 from jmp import _jax_compat
-from jmp.autocasting import _level, _planner
+from jmp.autocasting import _islands, _planner
 from jmp.autocasting._numbers import is_inexact
 from jmp.autocasting._steps import Arithmetic
 from testbed.lean_programs import LEAN_PROGRAMS, LeanProgram
@@ -86,8 +86,8 @@ def _island_with(**changed: Any) -> Callable[..., Any]:
     return lambda **fields: ISLAND(**{**fields, **changed})
 
 
-WHY_OPERAND = _level._why_operand
-ISLAND = _planner.Island
+WHY_OPERAND = _islands._why_operand
+ISLAND = _islands.Island
 READ_HALF = _planner.Planner._read_half
 
 
@@ -125,7 +125,7 @@ RULES = [
     Rule("what is carried is not rounded", {"_facts.carried_values": lambda *_: set()}),
     Rule("embeddings", {"_facts._is_embedding": lambda *_: False}),
     Rule("coordinates are no embeddings", {"_facts._is_coordinate": lambda *_: False}),
-    Rule("neutral values do not decide", {"_level._why_operand": _neutral_values_decide}),
+    Rule("neutral values do not decide", {"_islands._why_operand": _neutral_values_decide}),
     Rule(
         "repeated in float32, then rounded",
         {
@@ -134,8 +134,8 @@ RULES = [
         },
     ),
     Rule("masks saturate", {"_level.Level.may_be_mask": lambda *_: False}),
-    Rule("constants are looked at", {"_level.fits": lambda *_: True}),
-    Rule("one minus a bounded value", {"_level._cancels": lambda _: False}),
+    Rule("constants are looked at", {"_numbers.fits": lambda *_: True}),
+    Rule("one minus a bounded value", {"_islands._cancels": lambda _: False}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten._products.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten._products.reads_inputs": lambda _: False}),
@@ -144,8 +144,8 @@ RULES = [
         "states of products are carried in half",
         {"kinds.loops.carried_in_half": _only_streams},
     ),
-    Rule("one cast for all readers", {"_planner.Island": _island_with(shares_casts=False)}),
-    Rule("a cast of its own elsewhere", {"_planner.Island": _island_with(shares_casts=True)}),
+    Rule("one cast for all readers", {"_islands.Island": _island_with(shares_casts=False)}),
+    Rule("a cast of its own elsewhere", {"_islands.Island": _island_with(shares_casts=True)}),
     *(
         Rule(name)
         for name in dict.fromkeys(one.name for target in targets() for one in target.passes)

@@ -306,7 +306,7 @@ def _is_coordinate(value: Value) -> bool:
 
     The difference of two coordinates has the error of both.
     """
-    for moved in downstream(value, lambda node: node.rule.moves):
+    for moved in value.moved():
         for user in moved.users:
             if user.name == "sub" or user.rule.compares:
                 others = [other for other in user.inputs if other is not moved]
@@ -316,13 +316,6 @@ def _is_coordinate(value: Value) -> bool:
 
 
 # Normalisation over leading or spatial axes.
-
-
-def is_row_reduction(node: Node) -> bool:
-    """Returns whether a reduction is over trailing axes, as in softmax and LayerNorm."""
-    rank = len(node.inputs[0].aval.shape)
-    axes = sorted(node.params["axes"])
-    return axes == list(range(rank - len(axes), rank)) and len(axes) < rank
 
 
 def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set[Node]:
@@ -335,7 +328,7 @@ def find_cuts(graph: Graph, dependent: Set[Value], embeddings: Set[Node]) -> set
         (output,) = node.outputs
         if output not in dependent:
             continue
-        if node.name == "reduce_sum" and output.size > 1 and not is_row_reduction(node):
+        if node.name == "reduce_sum" and output.size > 1 and not node.reduces_rows:
             statistics.add(output)
         elif all(v in statistics or v not in dependent for v in node.inputs):
             statistics.add(output)
@@ -404,7 +397,7 @@ def softmaxes_within(softmaxes: Iterable[Softmax], nodes: Set[Node]) -> Iterator
     """
     for softmax in softmaxes:
         total, shift, division = softmax.total, softmax.shift, softmax.division
-        is_of_rows = total.inputs[0].is_float32 and is_row_reduction(total)
+        is_of_rows = total.inputs[0].is_float32 and total.reduces_rows
         if is_of_rows and {total, softmax.exp} <= nodes:
             is_shifted = shift is not None and {shift.sub, shift.maxima} <= nodes
             yield softmax._replace(

@@ -17,8 +17,15 @@ from jmp.autocasting import _products
 from jmp.autocasting._equations import contains_products, draws_bits, is_marker, plain_form, rule_of
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._numbers import NOTHING, Known, ValueProvenance, dtype_of, known_of
-from jmp.autocasting._precision import in_regions
+from jmp.autocasting._numbers import (
+    NOTHING,
+    Known,
+    ValueProvenance,
+    dtype_of,
+    known_number,
+    known_of,
+)
+from jmp.autocasting._precision import with_precision
 from jmp.autocasting._propagation import inner_equations
 from jmp.autocasting._registry import Category, Rule
 from jmp.autocasting._request import Request, Settings
@@ -53,7 +60,7 @@ def graph_of(
     for node in graph.all_nodes():
         # Products that say nothing, in nodes that are bound whole, have the region's precision.
         if not node.goes_inside:
-            node.params = in_regions(node, request)
+            node.params = with_precision(node, request)
     return graph
 
 
@@ -120,7 +127,7 @@ class _Flattening:
 
         def read(atoms: Sequence[Any]) -> list[Value]:
             # A literal has no identity of its own.
-            return [_literal(x) if isinstance(x, Literal) else values[x] for x in atoms]
+            return [_literal(x, half) if isinstance(x, Literal) else values[x] for x in atoms]
 
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
@@ -190,9 +197,9 @@ def _closed_over_value(array: Any, half: np.dtype, literal: Any = None) -> Value
     return Value(jax.typeof(array), known=known_of(array, half), literal=literal)
 
 
-def _literal(atom: Any) -> Value:
+def _literal(atom: Any, half: np.dtype) -> Value:
     is_number = np.ndim(atom.val) == 0 and atom.aval.dtype == FLOAT32
-    known = Known(float(atom.val)) if is_number else NOTHING
+    known = known_number(float(atom.val), half) if is_number else NOTHING
     return Value(atom.aval, known=known, literal=atom.val)
 
 
@@ -218,11 +225,13 @@ def _known_result(
         return nothing_more
     if name == "convert_element_type":
         is_number = first.literal is not None and np.ndim(first.literal) == 0
-        constant = float(first.literal) if is_number else first.constant
+        known = known_number(float(first.literal), half) if is_number else first.known
         fits_half = first.fits_half or first.dtype == np.bool_
-        return Known(constant, fits_half, first.is_extreme, first.source, provenance=provenance)
+        return known._replace(
+            fits_half=fits_half, source=first.source, array=None, provenance=provenance
+        )
     if rule.keeps_range:
-        is_extreme = any(value.exceeds(half) for value in operands)
+        is_extreme = any(value.is_extreme for value in operands)
         return Known(is_extreme=is_extreme, provenance=provenance)
     return nothing_more
 

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jmp._jax_compat import Params
@@ -18,7 +17,6 @@ from jmp.autocasting._numbers import (
     Known,
     ValueProvenance,
     dtype_of,
-    fits,
     is_inexact,
     shape_of,
     size_of,
@@ -64,9 +62,14 @@ class Value:
         """Whether a gradient may flow into it; not into masks, nor into tables of sines."""
         return self.provenance > ValueProvenance.TABLES
 
-    def exceeds(self, half: np.dtype) -> bool:
-        """Returns whether it is known to hold a number that a half type does not."""
-        return self.is_extreme or (self.constant is not None and not fits(self.constant, half))
+    @property
+    def root(self) -> "Value":
+        """What it was before it was only moved: reshaped, transposed, broadcast."""
+        return source_through(self, lambda node: node.rule.moves)
+
+    def moved(self) -> Iterator["Value"]:
+        """Yields it, and all that is it moved."""
+        return downstream(self, lambda node: node.rule.moves)
 
 
 class RowOf(NamedTuple):
@@ -160,6 +163,17 @@ class Node:
         self.is_fusible = self.rule.fusible and not self.region.is_decided
 
     @property
+    def reduces_rows(self) -> bool:
+        """Whether it, a reduction, is over trailing axes, as in softmax and LayerNorm."""
+        rank, axes = len(shape_of(self.inputs[0])), sorted(self.params["axes"])
+        return axes == list(range(rank - len(axes), rank)) and len(axes) < rank
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it multiplies a value by itself."""
+        return self.name == "mul" and are_same(*self.inputs)
+
+    @property
     def reads_float32(self) -> bool:
         """Whether it reads float32 whatever its operands are stored in."""
         if self.region.in_float32:
@@ -227,11 +241,6 @@ def source_through(value: Value, through: Callable[[Node], bool]) -> Value:
     while value.producer is not None and through(value.producer):
         value = value.producer.inputs[0]
     return value
-
-
-def root(value: Value) -> Value:
-    """Returns what a value was before it was only moved: reshaped, transposed, broadcast."""
-    return source_through(value, lambda node: node.rule.moves)
 
 
 def are_same(left: Value, right: Value) -> bool:

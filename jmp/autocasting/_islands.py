@@ -11,18 +11,17 @@ time beside its traffic. Others may keep their float32 values: small ones, and t
 over the batch, where the backward pass needs two passes anyway.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-import numpy as np
-
 from jmp import _jax_compat
-from jmp.autocasting._facts import is_row_reduction
-from jmp.autocasting._graph import Node, Value, reached
-from jmp.autocasting._level import LARGE_INPUT, Level, why_digits
+from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
+from jmp.autocasting._precision import NEVER_HALF
 from jmp.autocasting._registry import Category
-from jmp.autocasting._steps import Fused, Island, S, Step
+from jmp.autocasting._steps import Island, Read, Step
+from jmp.dtypes import FLOAT32
 
 # Islands whose largest value has fewer elements run plain: a recomputation would launch kernels to
 # save less than 32 KiB.
@@ -31,81 +30,199 @@ from jmp.autocasting._steps import Fused, Island, S, Step
 SMALL = 1 << 14
 
 
+def plan_component(nodes: Sequence[Node], level: Level) -> list[Step]:
+    """Returns the steps of a component: islands, with half operations between them.
+
+    Args:
+      nodes: in program order.
+      level: what is decided of values from outside.
+    """
+    why = reasons_for(nodes, level)
+    if not why:
+        return [level.by_itself(node) for node in nodes]
+    single = half_between(nodes, why, level)
+    if not single:
+        return _undivided(nodes, why, level)
+    steps: list[Step] = []
+    for stage in stages(nodes, single):
+        for part in group((node for node in stage if node not in single), level.facts.cuts):
+            reasons = reasons_for(part, level)
+            if reasons:
+                steps += _undivided(part, reasons, level)
+            else:
+                steps += map(level.by_itself, part)
+        steps += [level.by_itself(node) for node in stage if node in single]
+    return steps
+
+
+def _undivided(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
+    """Returns an island, and the half operations in front of it."""
+    front, rest, is_recomputed = with_front(nodes, level)
+    return [*map(level.by_itself, front), _island(rest, why, is_recomputed, level)]
+
+
+def _island(
+    nodes: Sequence[Node], why: Mapping[Node, str], is_recomputed: bool, level: Level
+) -> Island:
+    outputs, own = set(level.graph.outputs), set(nodes)
+    values = (value for node in nodes for value in node.outputs)
+    leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
+    entering = values_entering(nodes)
+    numbers = repeated_numbers(entering)
+    # All readers of an input of a norm over rows share one cast, so that its cotangents add up
+    # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
+    # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
+    # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
+    return Island(
+        nodes=tuple(nodes),
+        why=why,
+        is_recomputed=is_recomputed,
+        shares_casts=is_recomputed and normalises_rows(nodes, level.facts.cuts),
+        common_scopes=common_scopes_of(nodes),
+        numbers=tuple(numbers),
+        reads=tuple(Read(v, level.dtypes[v]) for v in entering if v not in numbers),
+        writes=tuple(level.leaving(value, own) for value in leaving),
+    )
+
+
 def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
     """Returns the connected components of fusible, non-neutral nodes of one depth.
 
     Args:
       nodes: in program order.
     """
-    touching: dict[Node, set[Node]] = {node: set() for node in nodes}
-    for node in touching:
+    components: dict[Node | None, list[Node]] = {}  # of each node so far
+    for node in nodes:
+        components[node] = [node]
         # Places that are computed together do not join what is looked up there.
         values = node.inexact if node.rule.looks_up else node.inputs
         for producer in (value.producer for value in values):
-            if producer in touching and producer not in cuts:
-                touching[node].add(producer)
-                touching[producer].add(node)
-    components: list[list[Node]] = []
-    grouped: set[Node] = set()
-    for node in touching:
-        if node not in grouped:
-            component = set(reached([node], touching.__getitem__))
-            grouped |= component
-            components.append([node for node in touching if node in component])  # in order
-    return components
+            joined = None if producer in cuts else components.get(producer)
+            if joined is not None and joined is not components[node]:
+                joined += components[node]
+                components.update(dict.fromkeys(components[node], joined))
+    distinct = {id(component): component for component in components.values()}.values()
+    return [sorted(component, key=lambda node: node.index) for component in distinct]
 
 
-def _is_softmax(nodes: Iterable[Node]) -> bool:
-    return any(node.name == "reduce_max" and is_row_reduction(node) for node in nodes)
+# Why an operation that is no product is computed in float32, in words.
+
+OFFSET = "beside the number that is added a half type has few digits left"
+TAKEN_AWAY = "what is added is taken away again"
+LARGE_INPUT = "an operand is a float32 input as large as the result"
+UNBOUNDED = "nothing bounds the size of an operand: a half type may not hold it"
 
 
-def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
-    """Returns whether an island adds up rows as a LayerNorm does: no softmax, and without cuts."""
-    sums = any(node.name == "reduce_sum" and is_row_reduction(node) for node in nodes)
-    return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
+def why_region(node: Node) -> str:
+    """Returns what the user said of the place a node stands in."""
+    if node.region.is_decided:
+        return "an inner autocast decided here"
+    return "the user asked for float32 here" if node.region.in_float32 else ""
 
 
-def is_small(nodes: Iterable[Node], level: Level) -> bool:
-    """Returns whether an island is too small to save much in another form.
-
-    Inside a loop what is kept is kept for every turn, so that sizes count so many times.
-    """
-    return level.context.times * max(v.size for node in nodes for v in node.outputs) < SMALL
-
-
-def feed(nodes: Iterable[Node], level: Level) -> bool:
-    """Returns whether a product follows nodes: they are not the end of a network."""
-    return any(not level.facts.feeds.isdisjoint(node.outputs) for node in nodes)
-
-
-def choose_recompute(nodes: Sequence[Node], level: Level) -> bool:
-    """Decides if an island is computed again, from its reductions and sizes (see `is_small`)."""
-    asked, times, cuts = level.recompute, level.context.times, level.facts.cuts
-    # Each order of derivatives would compute again what is part of one.
-    if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
-        return False
-    reduces_rows = any(node.rule.reduces and is_row_reduction(node) for node in nodes)
-    expensive = [node for node in nodes if node.rule.expensive]
-    if asked == "all":
-        # An island that is computed again keeps what it reads. XLA would write looked-up rows for
-        # it, which it otherwise looks up in each reader: a graph network moves 65 % more.
-        producers = (value.producer for value in entering(nodes))
-        reads_rows = any(node and node.rule.looks_up for node in producers)
-        return reduces_rows or bool(expensive) or not reads_rows
-    if asked == "none" or is_small(nodes, level):
-        return False
-    sums = [node for node in nodes if node.name == "reduce_sum"]
-    if not cuts.isdisjoint(nodes):
-        over_batch = any(0 in node.params["axes"] for node in sums if not is_row_reduction(node))
-        return not over_batch
-    return reduces_rows or any(times * v.size >= SMALL for x in expensive for v in x.outputs)
-
-
-def entering(nodes: Sequence[Node]) -> list[Value]:
-    """Returns the values that nodes read from outside, each once."""
+def reasons_for(nodes: Sequence[Node], level: Level) -> dict[Node, str]:
+    """Returns the nodes of a component that require float32, each with the reason."""
     inside = set(nodes)
-    values = dict.fromkeys(value for node in nodes for value in node.inputs)
-    return [v for v in values if v.producer not in inside and v.literal is None]
+    return {node: why for node in nodes if (why := why_float32(node, inside, level))}
+
+
+def why_float32(node: Node, inside: Set[Node], level: Level) -> str:
+    """Returns why a node requires float32.
+
+    Args:
+      inside: the nodes of its component, whose results are not decided yet.
+      level: what is decided of values from outside.
+    """
+    rule = node.rule
+    if node.region.in_float32:
+        return why_region(node)
+    if rule.category is Category.FULL:
+        return rule.reason
+    if rule.category is Category.AS_WRITTEN:
+        return rule.reason if node.outputs[0].is_float32 else ""
+    if rule.category is Category.WIDEST:  # else the user said otherwise
+        if node.is_square:
+            return "a square, whose range a half type does not hold"
+        if _cancels(node):
+            return "near its bound, 1 minus a bounded function has few digits left"
+    for value in node.inputs:
+        if why := _why_operand(value, node, inside, level):
+            return why
+    return why_digits(node, inside, level)
+
+
+def _why_operand(value: Value, node: Node, inside: Set[Node], level: Level) -> str:
+    """Returns why an operand makes a node float32."""
+    half, facts = level.half, level.facts
+    if not value.is_float32:
+        has_no_half = str(value.dtype) in NEVER_HALF and any(v.is_float32 for v in node.outputs)
+        return f"an operand is {value.dtype}" if has_no_half else ""
+    if value.producer in inside:
+        return ""
+    if value.constant is not None:
+        return f"{half} does not hold the constant {value.constant:g}" if value.is_extreme else ""
+    if value.is_extreme:
+        return f"{half} does not hold an array of the program"
+    if value in facts.dependent:
+        return "an operand is float32" if level.dtypes[value] == FLOAT32 else ""
+    if value.fits_half:
+        return ""
+    magnitude = level.magnitudes[value]
+    if magnitude.exceeds_half or magnitude.degree < 0:
+        return UNBOUNDED
+    if node.name == "div" and value is node.inputs[1] and magnitude.degree > 0:
+        return "it divides by an input, whose size nothing bounds"
+    # A callback has no result.
+    if value.source_size >= max((result.size for result in node.outputs), default=0):
+        return LARGE_INPUT
+    if facts.feeds.isdisjoint(node.outputs):
+        return "an operand is a float32 input, and no product reads the result"
+    return ""
+
+
+def why_digits(node: Node, inside: Set[Node], level: Level) -> str:
+    """Returns why a sum or difference has few digits in half, beside an offset; "" if it has all.
+
+    Args:
+      inside: the component of the node.
+    """
+    rule = node.rule
+    if rule.category is not Category.WIDEST or not rule.linear:
+        return ""
+    if level.magnitudes[node.outputs[0]].has_large_offset:
+        return OFFSET
+    return TAKEN_AWAY if _is_taken_away(node, inside, level) else ""
+
+
+def _cancels(node: Node) -> bool:
+    """Returns whether a bounded function's result is added to one, or subtracted.
+
+    Near the end of its range nothing is left of that: float16's 1 - tanh(4) is off by a quarter,
+    bfloat16's is zero. So are derivatives written, such as s * (1 - s).
+    """
+    is_one = [value.constant in (1, -1) for value in node.inputs]
+    made_by = (value.root.producer for value in node.inputs)
+    is_bounded = (n is not None and n.rule.bounded and n.is_fusible for n in made_by)
+    return node.rule.linear and any(is_one) and any(is_bounded)
+
+
+def _is_taken_away(node: Node, inside: Set[Node], level: Level) -> bool:
+    """Returns whether an input that a node adds is subtracted elsewhere in its component.
+
+    So data are denormalised and normalised again. Nobody subtracts a bias.
+    """
+    dependent = level.facts.dependent
+    added = node.inputs if node.name == "add" and not dependent.isdisjoint(node.inputs) else ()
+    return any(
+        reader.name == "sub" and reader.inputs[1] is moved and reader in inside
+        for value in added
+        if value not in dependent and value.constant is None
+        for moved in value.root.moved()
+        for reader in moved.users
+    )
+
+
+# What runs in half between two islands.
 
 
 def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> set[Node]:
@@ -139,7 +256,7 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         if value.producer in inside:
             return is_whole and not level.is_out_of_range(value, value.users)
         is_input = value not in level.facts.dependent and value.varies
-        return not value.is_float32 or level.is_half(value) or (is_input and is_whole)
+        return not value.is_float32 or level.dtypes[value] == level.half or (is_input and is_whole)
 
     def is_stream(node: Node) -> bool:
         depths = level.facts.depths
@@ -176,20 +293,7 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
     return found
 
 
-def repeated_numbers(values: Iterable[Value]) -> list[Value]:
-    """Returns the large arrays of one number among those that enter, such as the zeros of an elu.
-
-    The island makes them itself: a recomputation would read them from memory.
-    """
-    return [
-        value
-        for value in values
-        if value.constant is not None
-        and value.is_float32
-        and not has_symbols(shape_of(value))
-        and not _jax_compat.has_named_axes(value)
-        and value.size >= SMALL
-    ]
+# Whether an island is computed again, and what runs in front of it.
 
 
 def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Sequence[Node], bool]:
@@ -206,6 +310,42 @@ def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Seq
         if front and rest and (is_recomputed or any(value.varies for value in added)):
             return front, rest, is_recomputed
     return [], nodes, is_recomputed
+
+
+def choose_recompute(nodes: Sequence[Node], level: Level) -> bool:
+    """Decides if an island is computed again, from its reductions and sizes (see `is_small`)."""
+    asked, times, cuts = level.recompute, level.context.times, level.facts.cuts
+    # Each order of derivatives would compute again what is part of one.
+    if any(_jax_compat.is_differentiated(node.stack) for node in nodes):
+        return False
+    reduces_rows = any(node.rule.reduces and node.reduces_rows for node in nodes)
+    expensive = [node for node in nodes if node.rule.expensive]
+    if asked == "all":
+        # An island that is computed again keeps what it reads. XLA would write looked-up rows for
+        # it, which it otherwise looks up in each reader: a graph network moves 65 % more.
+        producers = (value.producer for value in values_entering(nodes))
+        reads_rows = any(node and node.rule.looks_up for node in producers)
+        return reduces_rows or bool(expensive) or not reads_rows
+    if asked == "none" or is_small(nodes, level):
+        return False
+    sums = [node for node in nodes if node.name == "reduce_sum"]
+    if not cuts.isdisjoint(nodes):
+        over_batch = any(0 in node.params["axes"] for node in sums if not node.reduces_rows)
+        return not over_batch
+    return reduces_rows or any(times * v.size >= SMALL for x in expensive for v in x.outputs)
+
+
+def is_small(nodes: Iterable[Node], level: Level) -> bool:
+    """Returns whether an island is too small to save much in another form.
+
+    Inside a loop what is kept is kept for every turn, so that sizes count so many times.
+    """
+    return level.context.times * max(v.size for node in nodes for v in node.outputs) < SMALL
+
+
+def feed(nodes: Iterable[Node], level: Level) -> bool:
+    """Returns whether a product follows nodes: they are not the end of a network."""
+    return any(not level.facts.feeds.isdisjoint(node.outputs) for node in nodes)
 
 
 class Cone(NamedTuple):
@@ -275,16 +415,42 @@ def _linear_cone(
             # loss, or an input as large as the result may not.
             if not (value.varies and value.is_vector and takes_biases):
                 return None
-            held = level.magnitude(value)  # of `1 / scale`, say
+            held = level.magnitudes[value]  # of `1 / scale`, say
             if held.exceeds_half or held.degree < 0:
                 return None
             if value.source_size >= result.size:
                 return None
-        elif level.is_half(value):
+        elif level.dtypes[value] == level.half:
             entering.add(value)
         else:
             return None
     return Cone(frozenset(nodes), frozenset(entering))
+
+
+# What a step says of an island.
+
+
+def values_entering(nodes: Sequence[Node]) -> list[Value]:
+    """Returns the values that nodes read from outside, each once."""
+    inside = set(nodes)
+    values = dict.fromkeys(value for node in nodes for value in node.inputs)
+    return [v for v in values if v.producer not in inside and v.literal is None]
+
+
+def repeated_numbers(values: Iterable[Value]) -> list[Value]:
+    """Returns the large arrays of one number among those that enter, such as the zeros of an elu.
+
+    The island makes them itself: a recomputation would read them from memory.
+    """
+    return [
+        value
+        for value in values
+        if value.constant is not None
+        and value.is_float32
+        and not has_symbols(shape_of(value))
+        and not _jax_compat.has_named_axes(value)
+        and value.size >= SMALL
+    ]
 
 
 def common_scopes_of(nodes: Sequence[Node]) -> int:
@@ -296,50 +462,11 @@ def common_scopes_of(nodes: Sequence[Node]) -> int:
     return count
 
 
-def with_keys(steps: Iterable[Step]) -> list[Step]:
-    """Returns steps whose recomputed islands share a trace with those that are alike.
-
-    JAX traces what is under `jax.checkpoint`, its derivative and its transpose once for each
-    function object. So islands that agree in all but the values that enter, and the scope that they
-    stand in, such as those of the layers of a deep network, are emitted through one function.
-    """
-
-    def with_key(step: S) -> S:
-        if isinstance(step, Fused):
-            return step._replace(plain=tuple(map(with_key, step.plain)))
-        if isinstance(step, Island) and step.is_recomputed:
-            return step._replace(key=_key_of(step))
-        return step
-
-    return list(map(with_key, steps))
+def normalises_rows(nodes: Iterable[Node], cuts: Set[Node]) -> bool:
+    """Returns whether an island adds up rows as a LayerNorm does: no softmax, and without cuts."""
+    sums = any(node.name == "reduce_sum" and node.reduces_rows for node in nodes)
+    return sums and cuts.isdisjoint(nodes) and not _is_softmax(nodes)
 
 
-def _key_of(island: Island) -> Hashable:
-    numbers: dict[Value, int] = {}
-
-    def name(value: Value) -> Hashable:
-        if value.literal is None:
-            return numbers.setdefault(value, len(numbers))
-        if np.ndim(value.literal) == 0 and value.dtype is not None and value.dtype.kind in "biufc":
-            return str(value.aval), np.asarray(value.literal).tobytes()
-        return "literal", id(value.literal)
-
-    def describe(node: Node) -> Hashable:
-        rewrite, equation = island.rewrites.get(node), node.equation
-        return (
-            equation.primitive,
-            tuple(sorted(node.params.items())),
-            node.stack.stack[island.common_scopes :],
-            (equation.source_info.traceback, equation.ctx),
-            tuple(map(name, node.inputs)),
-            tuple(map(name, node.outputs)),
-            rewrite and (rewrite.why, *((name(v), v.constant) for v in rewrite.reads)),
-        )
-
-    return (
-        tuple((name(value), value.aval, dtype) for value, dtype, *_ in island.reads),
-        tuple(map(describe, island.nodes)),
-        tuple((name(value), dtype, saturates) for value, dtype, saturates in island.writes),
-        tuple((name(value), value.aval, repr(value.constant)) for value in island.numbers),
-        (island.is_recomputed, island.prevent_cse, island.shares_casts),
-    )
+def _is_softmax(nodes: Iterable[Node]) -> bool:
+    return any(node.name == "reduce_max" and node.reduces_rows for node in nodes)

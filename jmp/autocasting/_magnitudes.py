@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmp.autocasting._graph import Carry, Node, Value, are_same, root, value_of
+from jmp.autocasting._graph import Carry, Node, Value, are_same, value_of
 from jmp.autocasting._numbers import UNKNOWN, has_symbols, length_of, shape_of
 
 LARGEST_HALF = float(jnp.finfo(np.float16).max)
@@ -105,6 +105,19 @@ def magnitude_of_source(value: Value) -> Magnitude:
     return ORDINARY._replace(offset=value.known.smallest)
 
 
+class Magnitudes(dict[Value, Magnitude]):
+    """The magnitudes of values; those of which no more is known included."""
+
+    def __missing__(self, value: Value) -> Magnitude:
+        self[value] = found = magnitude_of_source(value)
+        return found
+
+    def measure(self, node: Node) -> None:
+        """Finds what bounds the results of a node, given what bounds its operands."""
+        operands = [self[value] for value in node.inputs]
+        self.update(zip(node.outputs, magnitudes_of_results(node, operands), strict=True))
+
+
 def magnitudes_of_results(node: Node, operands: Sequence[Magnitude]) -> list[Magnitude]:
     """Returns the magnitudes of a node's results, given those of its operands."""
     if node.insides and (inside := _of_results_inside(node, operands)):
@@ -158,13 +171,12 @@ def _of_results_inside(node: Node, operands: Sequence[Magnitude]) -> list[Magnit
         if any(isinstance(argument, Carry) for argument in inside.arguments):
             return []
         given = [of_operands[value_of(argument)] for argument in inside.arguments]
-        known = dict(zip(inside.inputs, given, strict=True))
+        known = Magnitudes(zip(inside.inputs, given, strict=True))
         for inner in inside.graph.nodes:
-            read = [known.get(value) or magnitude_of_source(value) for value in inner.inputs]
-            known.update(zip(inner.outputs, magnitudes_of_results(inner, read), strict=True))
+            known.measure(inner)
         # The condition of a while loop returns no result of the node.
         for result, value in zip(inside.results, inside.graph.outputs, strict=False):
-            found.setdefault(result, []).append(known.get(value) or magnitude_of_source(value))
+            found.setdefault(result, []).append(known[value])
     return [_of_dtype(hull(found[value]), value) for value in node.outputs] if found else []
 
 
@@ -208,7 +220,7 @@ def _of_result(node: Node, operands: Sequence[Magnitude]) -> Magnitude | None:
 
 def _added(node: Node, x: Magnitude, y: Magnitude) -> Magnitude:
     found = _add(x, y)
-    left, right = map(root, node.inputs)
+    left, right = (value.root for value in node.inputs)
     # Two parts of one array count as two terms: a prefix sum adds them up by halves.
     return found._replace(terms=x.terms + y.terms) if left is right else found
 
@@ -305,7 +317,7 @@ def _chosen(node: Node, which: Magnitude, *cases: Magnitude) -> Magnitude:
     if test is not None and test.rule.compares and len(cases) == 2:
         value, zero = test.inputs
         for holds, case in enumerate(node.inputs[1:]):
-            is_tested = are_same(case, value) and root(zero).constant == 0
+            is_tested = are_same(case, value) and zero.root.constant == 0
             if is_tested and test.name[0] in "gl":  # greater, less
                 is_positive = (test.name[0] == "g") == bool(holds)
                 low, high = (ZERO, HIGHEST) if is_positive else (LOWEST, ZERO)
@@ -335,7 +347,7 @@ TRANSFERS: dict[str, Callable[..., Magnitude]] = {
     "add_any": _added,
     "sub": lambda node, x, y: _add(x, y.opposite),
     "neg": lambda node, x: x.opposite,
-    "mul": lambda node, x, y: _raised(x, 2) if are_same(*node.inputs) else _multiply(x, y),
+    "mul": lambda node, x, y: _raised(x, 2) if node.is_square else _multiply(x, y),
     "div": lambda node, x, y: _multiply(x, _reciprocal(y)),
     "square": lambda node, x: _raised(x, 2),
     "integer_pow": lambda node, x: _raised(x, node.params["y"]),

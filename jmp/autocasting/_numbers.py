@@ -76,6 +76,11 @@ def has_symbols(shape: Shape) -> bool:
     return not all(isinstance(n, int) for n in shape)
 
 
+def known_number(number: float, half: np.dtype) -> Known:
+    """Returns what is known of a value that is one number throughout."""
+    return Known(number, is_extreme=not fits(number, half))
+
+
 def known_of(array: Any, half: np.dtype) -> Known:
     """Returns what can be seen of the numbers of an array held in the program."""
     provenance = provenance_of_array(array)

@@ -16,17 +16,18 @@ from jmp.autocasting import _islands, _lowerings, _sending
 from jmp.autocasting._facts import Destination, Info, compared_values
 from jmp.autocasting._flatten import graph_of
 from jmp.autocasting._graph import Node, Value, reached
+from jmp.autocasting._islands import UNBOUNDED, why_float32, why_region
 from jmp.autocasting._kinds import has_kind, kind_of
-from jmp.autocasting._level import UNBOUNDED, Level, reasons_for, why_float32, why_region
+from jmp.autocasting._level import Level
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._numbers import ValueProvenance, dtype_of
-from jmp.autocasting._precision import why_not_lowered, with_default
+from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category, params_in_half
 from jmp.autocasting._request import Request
+from jmp.autocasting._shared_traces import with_keys
 from jmp.autocasting._steps import (
     Arithmetic,
     Context,
-    Island,
     Plan,
     Read,
     Single,
@@ -71,68 +72,27 @@ class Planner(Level):
         at_depth: dict[int, tuple[list[Node], list[Node]]] = {}  # fusible nodes, and barriers
         for node in self.graph.nodes:
             if node not in self.facts.depths:
-                self.measure(node)
+                self.magnitudes.measure(node)
                 steps.append(self._neutral(node, node in sent))
             else:
                 is_barrier = not node.is_fusible or node in self.facts.embeddings
                 at_depth.setdefault(self.facts.depths[node], ([], []))[is_barrier].append(node)
         for _, (fusible, barriers) in sorted(at_depth.items()):
             for node in (*fusible, *barriers):
-                self.measure(node)
+                self.magnitudes.measure(node)
             for nodes in _islands.group(fusible, self.facts.cuts):
-                steps += self._component(nodes)
+                steps += _islands.plan_component(nodes, self)
             steps += map(self._barrier, barriers)
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
-        reads = tuple(map(self.dtype, self.graph.inputs))
-        ordered = tuple(_islands.with_keys(runnable_order(steps, self.graph.outputs)))
+        reads = tuple(self.dtypes[value] for value in self.graph.inputs)
+        ordered = tuple(with_keys(runnable_order(steps, self.graph.outputs)))
         infos = tuple(map(self.info, self.graph.outputs))
         return Plan(self.graph, reads, ordered, infos, self.context.request)
 
-    # Components of fusible nodes.
+    # Nodes by themselves.
 
-    def _component(self, nodes: list[Node]) -> list[Step]:
-        """Returns the steps of a component: islands, with half operations between them."""
-        why = reasons_for(nodes, self)
-        if not why:
-            return [self._by_itself(node) for node in nodes]
-        single = _islands.half_between(nodes, why, self)
-        if not single:
-            return self._undivided(nodes, why)
-        steps: list[Step] = []
-        for stage in _islands.stages(nodes, single):
-            for part in _islands.group((n for n in stage if n not in single), self.facts.cuts):
-                reasons = reasons_for(part, self)
-                steps += self._undivided(part, reasons) if reasons else map(self._by_itself, part)
-            steps += [self._by_itself(node) for node in stage if node in single]
-        return steps
-
-    def _undivided(self, nodes: list[Node], why: dict[Node, str]) -> list[Step]:
-        front, rest, is_recomputed = _islands.with_front(nodes, self)
-        return [*map(self._by_itself, front), self._island(rest, why, is_recomputed)]
-
-    def _island(self, nodes: Sequence[Node], why: dict[Node, str], is_recomputed: bool) -> Island:
-        outputs, own = set(self.graph.outputs), set(nodes)
-        values = (value for node in nodes for value in node.outputs)
-        leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
-        entering = _islands.entering(nodes)
-        numbers = _islands.repeated_numbers(entering)
-        # All readers of an input of a norm over rows share one cast, so that its cotangents add up
-        # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
-        # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
-        # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
-        return Island(
-            nodes=tuple(nodes),
-            why=why,
-            reads=tuple(Read(v, self.dtype(v)) for v in entering if v not in numbers),
-            writes=tuple(self.leaving(value, own) for value in leaving),
-            is_recomputed=is_recomputed,
-            shares_casts=is_recomputed and _islands.normalises_rows(nodes, self.facts.cuts),
-            common_scopes=_islands.common_scopes_of(nodes),
-            numbers=tuple(numbers),
-        )
-
-    def _by_itself(self, node: Node) -> Step:
+    def by_itself(self, node: Node) -> Step:
         if node.rule.category is Category.AS_WRITTEN:
             return self._single(node, Arithmetic.FLOAT32)
         if has_kind(node.name) and not kind_of(node.name).runs_as_written:
@@ -180,14 +140,14 @@ class Planner(Level):
 
     def _embedding(self, node: Node) -> Single:
         """Returns a lookup whose rows are half, unless nothing bounds them."""
-        held = map(self.magnitude, (node.inputs[0], *node.outputs))  # it may fill in more
+        held = (self.magnitudes[v] for v in (node.inputs[0], *node.outputs))  # it may fill in more
         if any(each.exceeds_half for each in held):
             return self._single(node, Arithmetic.FLOAT32, UNBOUNDED)
         return self._single(node, Arithmetic.ROUNDED, WHY_ROWS)
 
     def _product(self, node: Node) -> Single:
         """Returns a half product; its result is float32 if sums need it."""
-        magnitudes = list(map(self.magnitude, node.inputs))
+        magnitudes = [self.magnitudes[value] for value in node.inputs]
         single = self._single(node, Arithmetic.HALF)
         offset = any(magnitude.is_coarse(self.half) for magnitude in magnitudes)
         single = single._replace(reads_offset=offset)
@@ -208,7 +168,7 @@ class Planner(Level):
         sums = magnitude_of_sums(product, *magnitudes)
         if not (sums.exceeds_half and self._may_keep_sums(product)):
             return ""
-        self.bound(product.outputs, [sums])
+        self.magnitudes[product.outputs[0]] = sums
         return WHY_SMALL
 
     def _may_keep_sums(self, product: Node) -> bool:
@@ -245,7 +205,7 @@ class Planner(Level):
             params = params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple([Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs])
-            params = with_default(node)
+            params = node.params
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple([self.rounded_by_rule(v) or v.dtype for v in node.outputs])
         else:

@@ -114,38 +114,33 @@ def precision_of(equation: JaxprEqn, params: Params) -> str:
 # Products that say nothing.
 
 
-def in_regions(node: Node, request: Request) -> Params:
+def with_precision(node: Node, request: Request) -> Params:
     """Returns parameters in which products of float32 regions that say nothing have HIGHEST.
 
     Such regions may also stand inside a node that is bound as a whole. Other products that are
     kept in float32 count as well: those of `full=`, and for their numerics those whose rule is
-    FULL, such as inner products, which are sums.
+    FULL, such as inner products, which are sums. Where the user has set a global default, all
+    products that say nothing have that.
     """
-    equation = node.equation
-    may_have = node.multiplies or node.holds_functions
-    if not may_have or _jax_compat.default_precision_setting() is not None:
+    if not (node.multiplies or node.holds_functions):
         return node.params
     is_kept = node.multiplies and node.rule.category is Category.FULL
-    return _filled_params(equation, node.scope, _by_regions(request), HIGHEST if is_kept else None)
+    around = HIGHEST if is_kept else None
+    return _filled_params(node.equation, node.scope, _choice(request), around)
 
 
 def as_written(function: ClosedJaxpr, node: Node, request: Request) -> ClosedJaxpr:
     """Returns a function inside a node that is run as it was written, its products likewise."""
-    default = _default_precision()
-    choose = _by_regions(request) if default is None else lambda *_: default
-    filled: ClosedJaxpr = _mapped(function, _filling(node.scope, choose, None))
+    filled: ClosedJaxpr = _mapped(function, _filling(node.scope, _choice(request), None))
     return filled
 
 
-def with_default(node: Node) -> Params:
-    """Returns parameters in which products that say nothing have the global default's precision."""
+def _choice(request: Request) -> Choice:
+    """Returns what products that say nothing get: the global default, if there is one."""
     default = _default_precision()
-    if default is None:
-        return node.params
-    return _filled_params(node.equation, node.scope, lambda *_: default, None)
+    if default is not None:
+        return lambda *_: default
 
-
-def _by_regions(request: Request) -> Choice:
     def choose(equation: JaxprEqn, scope: Any, around: Any) -> Any:
         region = request.region(scope)
         if region.is_decided:

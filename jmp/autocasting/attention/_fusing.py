@@ -160,7 +160,7 @@ def _fused_step(
     return Fused(
         node=attention.result,
         plain=tuple(runnable_order(group, attention.result.outputs)),
-        reads=tuple(Read(v, level.dtype(v)) for v in entering if v not in inside),
+        reads=tuple(Read(v, level.dtypes[v]) for v in entering if v not in inside),
         platform=kernel.platform,
         lowering=functools.partial(attend_by, kernel, form, (*reads, *terms)),
         why=kernel.why,

@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn
 from jmp import _jax_compat
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._facts import Facts, only_read_by
-from jmp.autocasting._graph import Graph, Node, Value, downstream, root
+from jmp.autocasting._graph import Graph, Node, Value, downstream
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast
 from jmp.autocasting._numbers import ValueProvenance, dtype_of, shape_of, size_of
@@ -93,7 +93,7 @@ def _in_float8(
 ) -> Float8:
     """Returns a value in float8; if the environment does not have it yet, the array is rounded."""
     if (AS_FLOAT8, value) not in environment:
-        environment[AS_FLOAT8, value] = _arithmetic.hold(array, root(value).aval, bound)
+        environment[AS_FLOAT8, value] = _arithmetic.hold(array, value.root.aval, bound)
     held: Float8 = environment[AS_FLOAT8, value]
     return held
 
@@ -154,7 +154,7 @@ def multiply_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
             return step
         if why := why_not_float8(node, level):
             return step._replace(why=f"{step.why}; not float8: {why}")
-        is_shared = not shared.isdisjoint(map(root, node.inputs))
+        is_shared = any(v.root in shared for v in node.inputs)
         return step._replace(why=WHY_FLOAT8, lowering=ProductInFloat8(ProductForm(is_shared)))
 
     return chosen(steps, level)
@@ -210,7 +210,7 @@ def sizes_of(node: Node) -> tuple[int, int, int]:
 def _shared_factors(graph: Graph) -> set[Value]:
     """Returns the roots that several products read, on this level or on the outermost one."""
     factors = (value for node in graph.nodes if node.is_product for value in node.inputs)
-    counts = collections.Counter(map(root, factors))
+    counts = collections.Counter(factor.root for factor in factors)
     return {
         value
         for value, count in counts.items()
@@ -380,7 +380,7 @@ def _with_vectors(result: Value, level: Level) -> dict[Value, Functions]:
             vector = _vector_added(node, argument, level.facts)
             if vector is None:
                 break
-            added.append(root(vector))
+            added.append(vector.root)
         values.append(node.outputs[0])
     function = FunctionOfProduct(result, tuple(added), argument)
     return dict.fromkeys(values, (function,))

@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherScatterMode
 
 from jmp import _jax_compat
-from jmp.autocasting._facts import Shift, Softmax, is_row_reduction, softmaxes_within
+from jmp.autocasting._facts import Shift, Softmax, softmaxes_within
 from jmp.autocasting._graph import Node, downstream
 from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import length_of
@@ -74,7 +74,7 @@ def sums_in_one_pass(island: Island, level: Level) -> Island:
 
 
 def _reduces_long_rows(node: Node) -> bool:
-    reduces_rows = node.rule.reduces and node.inputs[0].is_float32 and is_row_reduction(node)
+    reduces_rows = node.rule.reduces and node.inputs[0].is_float32 and node.reduces_rows
     return reduces_rows and is_long(_length(node))
 
 

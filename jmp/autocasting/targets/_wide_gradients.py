@@ -66,7 +66,7 @@ def _lookup(step: Single, level: Level) -> Single:
     return step._replace(
         arithmetic=Arithmetic.HALF,
         why=WHY_IN_PARTS if parts else WHY_LOOKUP,
-        reads=tuple([Read(value, level.dtype(value)) for value in node.inputs]),
+        reads=tuple([Read(value, level.dtypes[value]) for value in node.inputs]),
         lowering=partial(move_with_wide_gradient, level.half, parts, False),
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jmp.autocasting._graph import root
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, repeated, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
@@ -76,7 +75,7 @@ def add_biases_in_loops(step: Single, level: Level) -> Single:
 
 def _is_the_same_bias(read: Read) -> bool:
     """Returns whether a read repeats a row that comes into a loop, the same at each turn."""
-    row, source = read.value, root(read.value)
+    row, source = read.value, read.value.root
     has_axes = read.shape is not None and len(read.shape) == len(shape_of(row))
     comes_in = source.origin is not source and shape_of(source) == shape_of(source.origin)  # no row
     return has_axes and not read.saturates and comes_in
