@@ -64,7 +64,7 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """What it was before it was only moved: reshaped, transposed, broadcast."""
+        """The value before it was only moved: reshaped, transposed, broadcast."""
         return source_through(self, lambda node: node.rule.moves)
 
     def moved(self) -> Iterator["Value"]:

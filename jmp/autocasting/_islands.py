@@ -222,7 +222,7 @@ def _is_taken_away(node: Node, inside: Set[Node], level: Level) -> bool:
     )
 
 
-# What runs in half between two islands.
+# Half operations between two islands.
 
 
 def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> set[Node]:
@@ -293,7 +293,7 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
     return found
 
 
-# Whether an island is computed again, and what runs in front of it.
+# Recomputation, and half operations in front of an island.
 
 
 def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Sequence[Node], bool]:
@@ -427,7 +427,7 @@ def _linear_cone(
     return Cone(frozenset(nodes), frozenset(entering))
 
 
-# What a step says of an island.
+# Facts of an island that its step holds.
 
 
 def values_entering(nodes: Sequence[Node]) -> list[Value]:

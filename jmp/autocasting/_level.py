@@ -16,7 +16,7 @@ from jmp.autocasting._steps import Context, Nested, Plan, Read, Step, Unplanned,
 
 
 class Dtypes(dict[Value, np.dtype | None]):
-    """What values are stored in; one that nobody decided on, in what it was traced with."""
+    """The dtypes in which values are stored; where nobody decided, as it was traced."""
 
     def __missing__(self, value: Value) -> np.dtype | None:
         return value.dtype
