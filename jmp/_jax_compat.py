@@ -106,8 +106,10 @@ def is_plain_call(equation: core.JaxprEqn) -> bool:
     return not (is_placed or is_laid_out or options)
 
 
-# The parameters of equations that hold functions, which no other file reads. Those of plain
-# operations, such as `axes`, are read where they are used: `git grep "params\["` finds them.
+# The parameters of equations that hold functions, which no other file reads, but that `_precision`
+# has the names of custom derivatives' rules. Those of plain operations, such as `axes`, are read
+# where they are used: `git grep "params\["` finds them. The arguments of `lax.scan` and its like
+# stand in `kinds/loops.py` and `targets/_weight_sums.py`, which call them.
 
 
 class Scan(NamedTuple):

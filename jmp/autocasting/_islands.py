@@ -33,8 +33,12 @@ SMALL = 1 << 14
 def plan_component(nodes: Sequence[Node], level: Level) -> list[Step]:
     """Returns the steps of a component: islands, with half operations between them.
 
+    It also decides in which dtypes their results are stored (`Level.store`), so that steps are made
+    in program order. A part of the component has reasons of its own: what stands in front of it is
+    decided by then.
+
     Args:
-      nodes: in program order.
+      nodes: in program order, whose magnitudes are known.
       level: what is decided of values from outside.
     """
     why = reasons_for(nodes, level)
@@ -55,61 +59,12 @@ def plan_component(nodes: Sequence[Node], level: Level) -> list[Step]:
     return steps
 
 
-def _undivided(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
-    """Returns an island, and the half operations in front of it."""
-    front, rest, is_recomputed = with_front(nodes, level)
-    return [*map(level.by_itself, front), _island(rest, why, is_recomputed, level)]
-
-
-def _island(
-    nodes: Sequence[Node], why: Mapping[Node, str], is_recomputed: bool, level: Level
-) -> Island:
-    outputs, own = set(level.graph.outputs), set(nodes)
-    values = (value for node in nodes for value in node.outputs)
-    leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
-    entering = values_entering(nodes)
-    numbers = repeated_numbers(entering)
-    # All readers of an input of a norm over rows share one cast, so that its cotangents add up
-    # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
-    # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
-    # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
-    return Island(
-        nodes=tuple(nodes),
-        why=why,
-        is_recomputed=is_recomputed,
-        shares_casts=is_recomputed and normalises_rows(nodes, level.facts.cuts),
-        common_scopes=common_scopes_of(nodes),
-        numbers=tuple(numbers),
-        reads=tuple(Read(v, level.dtypes[v]) for v in entering if v not in numbers),
-        writes=tuple(level.leaving(value, own) for value in leaving),
-    )
-
-
-def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
-    """Returns the connected components of fusible, non-neutral nodes of one depth.
-
-    Args:
-      nodes: in program order.
-    """
-    components: dict[Node | None, list[Node]] = {}  # of each node so far
-    for node in nodes:
-        components[node] = [node]
-        # Places that are computed together do not join what is looked up there.
-        values = node.inexact if node.rule.looks_up else node.inputs
-        for producer in (value.producer for value in values):
-            joined = None if producer in cuts else components.get(producer)
-            if joined is not None and joined is not components[node]:
-                joined += components[node]
-                components.update(dict.fromkeys(components[node], joined))
-    distinct = {id(component): component for component in components.values()}.values()
-    return [sorted(component, key=lambda node: node.index) for component in distinct]
-
-
 # Why an operation that is no product is computed in float32, in words.
 
 OFFSET = "beside the number that is added a half type has few digits left"
 TAKEN_AWAY = "what is added is taken away again"
 LARGE_INPUT = "an operand is a float32 input as large as the result"
+DIVIDES = "it divides by an input, whose size nothing bounds"
 UNBOUNDED = "nothing bounds the size of an operand: a half type may not hold it"
 
 
@@ -170,8 +125,9 @@ def _why_operand(value: Value, node: Node, inside: Set[Node], level: Level) -> s
     magnitude = level.magnitudes[value]
     if magnitude.exceeds_half or magnitude.degree < 0:
         return UNBOUNDED
+    # A degree above zero: it grows with its inputs, and so is as large as these are.
     if node.name == "div" and value is node.inputs[1] and magnitude.degree > 0:
-        return "it divides by an input, whose size nothing bounds"
+        return DIVIDES
     # A callback has no result.
     if value.source_size >= max((result.size for result in node.outputs), default=0):
         return LARGE_INPUT
@@ -293,15 +249,43 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
     return found
 
 
+def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
+    """Returns the connected components of fusible, non-neutral nodes of one depth.
+
+    Args:
+      nodes: in program order.
+    """
+    components: dict[Node | None, list[Node]] = {}  # of each node so far
+    for node in nodes:
+        components[node] = [node]
+        # Places that are computed together do not join what is looked up there.
+        values = node.inexact if node.rule.looks_up else node.inputs
+        for producer in (value.producer for value in values):
+            joined = None if producer in cuts else components.get(producer)
+            if joined is not None and joined is not components[node]:
+                joined += components[node]
+                components.update(dict.fromkeys(components[node], joined))
+    distinct = {id(component): component for component in components.values()}.values()
+    return [sorted(component, key=lambda node: node.index) for component in distinct]
+
+
 # Recomputation, and half operations in front of an island.
+
+
+def _undivided(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
+    """Returns an island, and the half operations in front of it."""
+    front, rest, is_recomputed = with_front(nodes, level)
+    in_front = [level.by_itself(node) for node in front]
+    return [*in_front, _island(rest, why, is_recomputed, level)]
 
 
 def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Sequence[Node], bool]:
     """Returns the nodes of an island that run before it in half, the rest, and if it is recomputed.
 
-    See `peel`. Where an island is kept, is large and a product follows, only a bias is better added
-    in half: XLA would store its cotangent in float32. An island that is linear throughout stays
-    what it is.
+    See `peel`. A bias in front of an island that is recomputed runs in half, even if no product
+    reads its sum. Where an island is kept, is large and a product follows, only a bias is better
+    added in half: XLA would store its cotangent in float32. An island that is linear throughout
+    stays what it is.
     """
     is_recomputed = choose_recompute(nodes, level)
     if is_recomputed or (feed(nodes, level) and not is_small(nodes, level)):
@@ -428,6 +412,31 @@ def _linear_cone(
 
 
 # Facts of an island that its step holds.
+
+
+def _island(
+    nodes: Sequence[Node], why: Mapping[Node, str], is_recomputed: bool, level: Level
+) -> Island:
+    """Returns the step, and decides how what leaves the island is stored."""
+    outputs, own = set(level.graph.outputs), set(nodes)
+    values = (value for node in nodes for value in node.outputs)
+    leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
+    entering = values_entering(nodes)
+    numbers = repeated_numbers(entering)
+    # All readers of an input of a norm over rows share one cast, so that its cotangents add up
+    # in float32 (4 % of the gradient error of an RMSNorm transformer). Elsewhere each has its
+    # own, and the cotangents add up in half: XLA takes a pair of casts away, and would store
+    # the float32 sum (2 % of a U-Net's bytes, 10 % of a GPT's).
+    return Island(
+        nodes=tuple(nodes),
+        why={node: why[node] for node in nodes if node in why},
+        is_recomputed=is_recomputed,
+        shares_casts=is_recomputed and normalises_rows(nodes, level.facts.cuts),
+        common_scopes=common_scopes_of(nodes),
+        numbers=tuple(numbers),
+        reads=tuple(Read(v, level.dtypes[v]) for v in entering if v not in numbers),
+        writes=tuple(level.leaving(value, own) for value in leaving),
+    )
 
 
 def values_entering(nodes: Sequence[Node]) -> list[Value]:

@@ -131,7 +131,10 @@ class Level:
     # Steps, and levels inside.
 
     def by_itself(self, node: Node) -> Step:
-        """Returns the step of a node that stands in no island, nor is a barrier."""
+        """Returns the step of a node that is no barrier and stands in no island; stores its dtypes.
+
+        `Planner.by_itself` does it; declared here, so that `_islands` need not import the planner.
+        """
         raise NotImplementedError
 
     def plan_level(self) -> Plan:

@@ -158,7 +158,7 @@ class Island(NamedTuple):
     numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
     rewrites: Mapping[Node, Rewrite] = {}
     prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
-    key: Hashable = None  # islands of one key share a trace (`_islands._key_of`); None: of no other
+    key: Hashable = None  # islands of one key share a trace (`_shared_traces`); None: of no other
 
     def written_in(self, dtype: np.dtype) -> Set[Value]:
         """Returns the results that leave in a dtype."""

@@ -424,6 +424,6 @@ PROVENANCES = Propagation(_of_results, _one_of, lambda _: LITERAL)
 def _branch_here(equation: JaxprEqn) -> Any:
     """Returns the branch of `lax.platform_dependent` that runs here; None for what is no such."""
     here = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    platforms = equation.params.get("branches_platforms") or ()
+    platforms = _jax_compat.branches_platforms(equation.params) or ()
     pairs = zip(platforms, _jax_compat.inner_jaxprs(equation), strict=False)
-    return next((branch for names, branch in pairs if names is None or here in names), None)
+    return next((branch for names, branch in pairs if {here, "default"} & set(names)), None)

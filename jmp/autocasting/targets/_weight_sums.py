@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -251,17 +250,13 @@ def _some_turns(
 def _stacked_product(probe: Probe, stacked: Any, change: Any) -> Any:
     """Returns the products of what was multiplied at each turn and the change of a weight.
 
-    In float16 the gradient of the weight comes out in float32: the sum of all turns may be beyond
-    its range. In bfloat16 it is rounded, as all gradients of weights are.
+    The gradient of the weight comes out in the float32 that it is added up in: the sum of all turns
+    may be beyond float16's range, and has more digits than bfloat16 holds.
     """
-    step, position = probe.step, probe.step.node.inputs.index(probe.weight)
-    is_float16 = stacked.dtype == np.float16
-    weight = change if is_float16 else cast(change, stacked.dtype)
+    position = probe.step.node.inputs.index(probe.weight)
 
     def product(other: Any) -> Any:
-        factors = (other, weight) if position == 1 else (weight, other)
-        if is_float16:
-            return weight_product_p.bind(*factors, weight=position, **step.params)
-        return as_it_is(step)(factors)[0]
+        factors = (other, change) if position == 1 else (change, other)
+        return weight_product_p.bind(*factors, weight=position, **probe.step.params)
 
     return jax.vmap(product)(stacked)
