@@ -95,6 +95,11 @@ def _only_streams(_: Any, __: Any, ___: Any, streams: Sequence[bool]) -> Any:
     return list(streams), [False] * len(streams)
 
 
+def _half_arithmetic(node: Any) -> Arithmetic:
+    # The function by which a scatter combines numbers stays as it was traced.
+    return Arithmetic.ROUNDED if node.name.startswith("scatter") else Arithmetic.HALF
+
+
 def _without_derivatives() -> Any:
     return types.SimpleNamespace(**{**vars(_jax_compat), "is_differentiated": lambda _: False})
 
@@ -130,7 +135,7 @@ RULES = [
         "repeated in float32, then rounded",
         {
             "_planner.Planner._read_half": lambda *args: READ_HALF(*args)._replace(shape=None),
-            "_planner._half_arithmetic": lambda _: Arithmetic.HALF,
+            "_planner._half_arithmetic": _half_arithmetic,
         },
     ),
     Rule("masks saturate", {"_level.Level.may_be_mask": lambda *_: False}),
