@@ -197,10 +197,7 @@ def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 
 def exposed_values(
-    graph: Graph,
-    outputs: Iterable[Value],
-    half: np.dtype,
-    lookups: Set[Node] = frozenset(),
+    graph: Graph, outputs: Iterable[Value], half: np.dtype, lookups: Set[Node] = frozenset()
 ) -> set[Value]:
     """Returns the values of a level that more than half products read, moved or as they are.
 

@@ -25,15 +25,7 @@ from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category, params_in_half
 from jmp.autocasting._request import Request
 from jmp.autocasting._shared_traces import sharing_functions
-from jmp.autocasting._steps import (
-    Arithmetic,
-    Context,
-    Plan,
-    Read,
-    Single,
-    Step,
-    runnable_order,
-)
+from jmp.autocasting._steps import Arithmetic, Context, Plan, Read, Single, Step, runnable_order
 from jmp.dtypes import FLOAT32
 
 # A product whose result is so many times smaller than an operand leaves it float32.
