@@ -6,7 +6,6 @@ and the scope and the line that they stand in, run through one function.
 """
 
 import collections
-import contextlib
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -26,8 +25,7 @@ def sharing_functions(steps: Sequence[Any]) -> list[Any]:
     alike: dict[Hashable, list[Single | Island]] = collections.defaultdict(list)
     for step in steps:
         if isinstance(step, Island) or (isinstance(step, Single) and _has_derivative(step.node)):
-            with contextlib.suppress(TypeError):  # a parameter that cannot be hashed
-                alike[_key_of(step)].append(step)
+            alike[_key_of(step)].append(step)
     shared: dict[int, list[Function]] = {}
     for group in alike.values():
         if len(group) >= (2 if isinstance(group[0], Island) else FEWEST_ALIKE):
