@@ -72,10 +72,7 @@ class ArrayCall:
     """
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
+        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self._fun = fun
         self._count = len(args)

@@ -304,6 +304,11 @@ def empty_name_stack() -> Any:
     return source_info_util.new_name_stack()
 
 
+def joined(outer: Any, inner: Any) -> Any:
+    """Returns the name stack of `inner` within `outer`; one of them, if the other is empty."""
+    return outer + inner if outer.stack and inner.stack else (inner if inner.stack else outer)
+
+
 def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:
     """Binds a primitive as a jaxpr's interpreter does; returns a list of results."""
     results = primitive.bind(*operands, **primitive.get_bind_params(params))

@@ -38,12 +38,7 @@ from jmp._messages import (
     wrong,
 )
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    cast_by_paths,
-    opened,
-    policy_of_norms,
-)
+from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, opened, policy_of_norms
 from jmp.autocasting._autocast import Options
 from jmp.loss_scaling._scales import SAVED, LossScale
 from jmp.policy import Policy, get_policy, mark_lowered

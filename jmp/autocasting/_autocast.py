@@ -202,11 +202,7 @@ def lowered(fun: Callable[P, R], policy: Policy, **options: Any) -> Callable[P, 
 
 
 def make_program(
-    fun: Callable[..., Any],
-    policy: str | Policy,
-    *,
-    apply_to: Sequence[str] = (),
-    **options: Any,
+    fun: Callable[..., Any], policy: str | Policy, *, apply_to: Sequence[str] = (), **options: Any
 ) -> "Program | None":
     """Checks what `autocast` was given; None if the policy computes in float32.
 

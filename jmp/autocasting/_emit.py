@@ -7,7 +7,7 @@ not take casts out of loops: there the plan says so, see `Nested.rounding`.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,7 @@ def run_steps(steps: Sequence[Step], environment: Environment) -> None:
                 if isinstance(step, Single):
                     results = _run_single(step, environment)
                 else:
-                    results = _run_nested(step, environment)
-                results = cast_all(results, step.stores)
+                    results = cast_all(_run_nested(step, environment), step.stores)
             environment.update(zip(step.node.outputs, results, strict=True))
 
 
@@ -70,12 +69,32 @@ def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any
     return jnp.asarray(array, read.dtype or read.value.dtype)
 
 
-def _run_single(step: Single, environment: Environment) -> Sequence[Any]:
+def _run_shared(step: Single | Island, make: Callable[[], Function], arrays: Any) -> Any:
+    """Returns the results of a step, of the function that `make` returns for all steps alike."""
+    # What NumPy holds is cast while the program is traced.
+    if step.shared is None or not all(map(_jax_compat.is_jax_array, arrays)):
+        return make()(*arrays)
+    if not step.shared:
+        is_cached = isinstance(step, Island) and step.is_recomputed
+        # Inline, so that the program has the same equations.
+        step.shared.append(make() if is_cached else jax.jit(make(), inline=True))
+    return step.shared[0](*arrays)
+
+
+def _run_single(step: Single, environment: Environment) -> list[Any]:
     """Returns the results of one equation."""
-    operands = [_read_by(read, step, environment) for read in step.reads]
-    if step.lowering is None:
-        return as_it_is(step)(operands)
-    return step.lowering(step, operands, environment)
+
+    def run(environment: Environment) -> list[Any]:
+        operands = [_read_by(read, step, environment) for read in step.reads]
+        if step.lowering is None:
+            return cast_all(as_it_is(step)(operands), step.stores)
+        return cast_all(step.lowering(step, operands, environment), step.stores)
+
+    if step.shared is None:
+        return run(environment)
+    entering = dict.fromkeys(read.value for read in step.reads if read.value.literal is None)
+    of_arrays = lambda *arrays: run(dict(zip(entering, arrays, strict=True)))
+    return _run_shared(step, lambda: of_arrays, [environment[value] for value in entering])
 
 
 _is_differentiated = contextvars.ContextVar("differentiated", default=False)
@@ -126,14 +145,10 @@ def _bound(step: Nested, operands: Sequence[Any]) -> Any:
 
 def _run_island(island: Island, environment: Environment) -> None:
     """Adds what leaves an island to the environment."""
-    # Islands that are alike share a function. It keeps the island, so that its id stays its own.
-    key = "function of", island.key or id(island)
-    if key not in environment:
-        environment[key] = _function_of(island)
     arrays = [read_value(read, environment) for read in island.reads]
     first = island.nodes[0]
     with _jax_compat.place_of(first.equation, first.stack[: island.common_scopes]):
-        results = environment[key](*arrays)
+        results = _run_shared(island, lambda: _function_of(island), arrays)
     environment.update(zip((write.value for write in island.writes), results, strict=True))
 
 

@@ -130,16 +130,6 @@ def reaching(
     # The sources of a value on another level, or in the turn before.
     across: dict[Value, list[Value]] = collections.defaultdict(list)
 
-    def enter(graph: Graph) -> None:
-        for node in graph.nodes:
-            if starts(node):
-                found.update(node.inexact)
-            elif node.insides and not stops(node):
-                for inside in node.insides:
-                    link(inside.crossings())
-                    link(inside.turns())
-                    enter(inside.graph)
-
     def link(pairs: Iterable[tuple[Value, Value]]) -> None:
         for value, source in pairs:
             across[value].append(source)
@@ -153,7 +143,16 @@ def reaching(
     if isinstance(level, Inside):
         link(level.turns())
         level = level.graph
-    enter(level)
+    graphs = [level]
+    for graph in graphs:  # others follow; a function inside that calls itself would be a cycle
+        for node in graph.nodes:
+            if starts(node):
+                found.update(node.inexact)
+            elif node.insides and not stops(node):
+                for inside in node.insides:
+                    link(inside.crossings())
+                    link(inside.turns())
+                    graphs.append(inside.graph)
     return set(reached(found, made_of))
 
 
@@ -197,10 +196,7 @@ def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 
 def exposed_values(
-    graph: Graph,
-    outputs: Iterable[Value],
-    half: np.dtype,
-    lookups: Set[Node] = frozenset(),
+    graph: Graph, outputs: Iterable[Value], half: np.dtype, lookups: Set[Node] = frozenset()
 ) -> set[Value]:
     """Returns the values of a level that more than half products read, moved or as they are.
 

@@ -18,6 +18,7 @@ from jmp.autocasting._equations import contains_products, draws_bits, is_marker,
 from jmp.autocasting._graph import Argument, Graph, Inside, Node, RowOf, Value, upstream
 from jmp.autocasting._kinds import has_kind, kind_of
 from jmp.autocasting._numbers import (
+    MADE_OF,
     NOTHING,
     Known,
     ValueProvenance,
@@ -131,7 +132,7 @@ class _Flattening:
 
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
-            stack = outer + equation.source_info.name_stack
+            stack = _jax_compat.joined(outer, equation.source_info.name_stack)
             if _jax_compat.is_plain_call(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
                 held = [_closed_over_value(array, half, array) for array in constants]
@@ -151,7 +152,7 @@ class _Flattening:
         around: tuple[JaxprEqn, ...],
     ) -> Node:
         settings = self._request.settings
-        scope = self._scope + stack if self._scope.stack else stack
+        scope = _jax_compat.joined(self._scope, stack)
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := _products.why_exact(equation, operands):
@@ -190,7 +191,7 @@ def _input(aval: Any, given: Given) -> Value:
         return Value(aval, known=given.known, outside=given)
     found = given.value.provenance if isinstance(given, RowOf) else given
     provenance = found if isinstance(found, ValueProvenance) else ValueProvenance.PRODUCTS
-    return Value(aval, known=Known(provenance=provenance))
+    return Value(aval, known=MADE_OF[provenance])
 
 
 def _closed_over_value(array: Any, half: np.dtype, literal: Any = None) -> Value:
@@ -211,7 +212,7 @@ def _known_result(
     provenance: ValueProvenance,
 ) -> Known:
     """Follows constants, booleans and sources through the operations that only move them."""
-    nothing_more = Known(provenance=provenance)
+    nothing_more = MADE_OF[provenance]
     if len(equation.outvars) != 1 or not operands:
         return nothing_more
     first, name = operands[0], equation.primitive.name

@@ -9,7 +9,7 @@ half operands with a float32 result, which XLA then adds up between devices in f
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import jax
@@ -236,7 +236,7 @@ def bilinear(
 
     primitive = Primitive(name)
     primitive.def_impl(run)
-    primitive.def_abstract_eval(type_of_result)
+    primitive.def_abstract_eval(lru_cache(type_of_result))
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
     ad.defbilinear(primitive, *transposes)
     batching.primitive_batchers[primitive] = batched

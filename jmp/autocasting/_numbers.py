@@ -49,6 +49,7 @@ class Known(NamedTuple):
 
 
 NOTHING = Known()
+MADE_OF = {provenance: Known(provenance=provenance) for provenance in ValueProvenance}
 
 
 def provenance_of_array(array: Any) -> ValueProvenance:
@@ -85,7 +86,7 @@ def known_of(array: Any, half: np.dtype) -> Known:
     """Returns what can be seen of the numbers of an array held in the program."""
     provenance = provenance_of_array(array)
     if not _jax_compat.is_concrete(array) or _jax_compat.is_reference(array):
-        return Known(provenance=provenance)
+        return MADE_OF[provenance]
     if getattr(array, "dtype", None) != FLOAT32 or not 0 < array.size <= LOOKED_AT:
         return Known(array=array, provenance=provenance)
     numbers = np.asarray(array).ravel()

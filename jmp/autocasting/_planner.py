@@ -24,16 +24,8 @@ from jmp.autocasting._numbers import ValueProvenance, dtype_of
 from jmp.autocasting._precision import why_not_lowered
 from jmp.autocasting._registry import Category, params_in_half
 from jmp.autocasting._request import Request
-from jmp.autocasting._shared_traces import with_keys
-from jmp.autocasting._steps import (
-    Arithmetic,
-    Context,
-    Plan,
-    Read,
-    Single,
-    Step,
-    runnable_order,
-)
+from jmp.autocasting._shared_traces import sharing_functions
+from jmp.autocasting._steps import Arithmetic, Context, Plan, Read, Single, Step, runnable_order
 from jmp.dtypes import FLOAT32
 
 # A product whose result is so many times smaller than an operand leaves it float32.
@@ -86,7 +78,7 @@ class Planner(Level):
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
         reads = tuple(self.dtypes[value] for value in self.graph.inputs)
-        ordered = tuple(with_keys(runnable_order(steps, self.graph.outputs)))
+        ordered = tuple(sharing_functions(runnable_order(steps, self.graph.outputs)))
         infos = tuple(map(self.info, self.graph.outputs))
         return Plan(self.graph, reads, ordered, infos, self.context.request)
 

@@ -90,10 +90,7 @@ def _chooses_columns(equation: JaxprEqn, side: int, value: Value) -> bool:
 
 
 def provenance_of_results(
-    equation: JaxprEqn,
-    inner: Sequence[JaxprEqn] | None,
-    rule: Rule,
-    operands: Sequence[Value],
+    equation: JaxprEqn, inner: Sequence[JaxprEqn] | None, rule: Rule, operands: Sequence[Value]
 ) -> ValueProvenance:
     """Returns what an equation's floating results are made of; others: see `Value`.
 

@@ -132,12 +132,7 @@ NO_RULE = Rule(Category.AS_WRITTEN, "no rule: computed in the dtypes it was trac
 _RULES: dict[str, Rule] = {}
 
 
-def register_rule(
-    primitives: Any,
-    category: Category | str,
-    reason: str,
-    traits: str = "",
-) -> None:
+def register_rule(primitives: Any, category: Category | str, reason: str, traits: str = "") -> None:
     """Adds a rule of how autocast computes one or more primitives.
 
     Args:

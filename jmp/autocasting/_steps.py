@@ -10,7 +10,7 @@ import collections
 import enum
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -85,7 +85,8 @@ class Context(NamedTuple):
 
 
 # Binds an equation, if not as it stands; whoever attaches it to a step defines it. Given the step,
-# its operands as `step.reads` says, and the environment of the level, it returns the results.
+# its operands as `step.reads` says, and the environment of the level, it returns the results. Those
+# that compare equal read nothing of the environment: steps that are alike share a function.
 Lowering = Callable[["Single", Sequence[Any], Environment], Sequence[Any]]
 
 
@@ -101,6 +102,8 @@ class Single(NamedTuple):
     lowering: Lowering | None = None  # None: the primitive is bound as it is
     notes: tuple[str, ...] = ()  # sentences for reports, beside `why`
     reads_offset: bool = False  # beside an offset, few digits of an operand are left
+    # Holds the function of steps that are alike (`_shared_traces`), once one of them has run.
+    shared: "list[Function] | None" = None
 
     @property
     def is_half(self) -> bool:
@@ -158,7 +161,7 @@ class Island(NamedTuple):
     numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
     rewrites: Mapping[Node, Rewrite] = {}
     prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
-    key: Hashable = None  # islands of one key share a trace (`_shared_traces`); None: of no other
+    shared: "list[Function] | None" = None  # as of single steps
 
     def written_in(self, dtype: np.dtype) -> Set[Value]:
         """Returns the results that leave in a dtype."""

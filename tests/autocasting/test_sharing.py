@@ -8,16 +8,16 @@ from jax import lax
 
 import jmp
 from jmp import _jax_compat
+from jmp.autocasting import _emit, _planner
 from tests.products import equations, named
 
-X = W = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-WIDE = jax.ShapeDtypeStruct((128, 256), jnp.float32)
+X = W = jnp.zeros((128, 128))
+WIDE = jnp.zeros((128, 256))
 
 
-def islands(fun, *args, policy="mixed_float16"):
+def islands(fun, *args):
     """The equations of the islands that are computed again, in the order of the program."""
-    arrays = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), args)
-    return named(_jax_compat.REMAT, jmp.autocast(fun, policy), *arrays)
+    return named(_jax_compat.REMAT, jmp.autocast(fun, "mixed_float16"), *args)
 
 
 def traces(found):
@@ -42,6 +42,16 @@ def twelve_layers(x, w):
 def test_twelve_layers_are_traced_once():
     found = islands(twelve_layers, X, W)
     assert (len(found), traces(found)) == (12, 1)
+
+
+def test_the_derivative_of_layers_that_keep_is_taken_once_and_the_program_is_the_same(monkeypatch):
+    loss, made, make = lambda *args: twelve_layers(*args).sum(), [], _emit._function_of
+    monkeypatch.setattr(_emit, "_function_of", lambda island: made.append(island) or make(island))
+    autocast = lambda: jmp.autocast(loss, "mixed_float16", recompute="none")
+    shared = jax.jit(jax.grad(autocast())).lower(X, W).as_text()
+    assert len(made) == 2  # the other one adds up
+    monkeypatch.setattr(_planner, "sharing_functions", list)
+    assert jax.jit(jax.grad(autocast())).lower(X, W).as_text() == shared
 
 
 def test_each_layer_keeps_its_name_scopes():
@@ -90,7 +100,7 @@ def operands(x, w):
     return [jnp.exp(jnp.arctan(u) / jnp.arctan(v)) @ w for u, v in ((y, z), (y, y))]
 
 
-KEEP = jax.ShapeDtypeStruct((128, 128), bool)
+KEEP = jnp.zeros((128, 128), bool)
 # Layers, further arguments; how many islands there are, and how many traces.
 DIFFERENT = {
     "literals": (in_turn(lambda y, scale: jnp.exp(y * scale), (2.0, 3.0, 2.0)), (), (3, 2)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Node, Value, reached
@@ -23,37 +24,27 @@ Numbers = np.ndarray[Any, Any]
 
 # Most masks and indices are made of these. NumPy computes the same numbers at once; JAX would
 # compile each operation, for the default device.
+IN_NUMPY = (
+    "add:add sub:subtract mul:multiply max:maximum min:minimum lt:less le:less_equal gt:greater "
+    "ge:greater_equal eq:equal ne:not_equal and:bitwise_and or:bitwise_or not:bitwise_not "
+    "floor:floor neg:negative sign:sign"
+)
 BY_NUMPY: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.bitwise_not,
-    "floor": np.floor,
-    "neg": np.negative,
-    "sign": np.sign,
+    **{name: getattr(np, own) for name, own in (pair.split(":") for pair in IN_NUMPY.split())},
+    "div": lambda left, right: _quotient(left, right),
     "rem": lambda left, right: np.where(right == 0, left, np.fmod(left, right)),
     "select_n": lambda which, first, second: np.where(which, second, first),
 }
-MOVED_BY_NUMPY: dict[str, Callable[..., Numbers]] = {
+MOVED_BY_NUMPY: dict[str, Callable[..., Numbers | None]] = {
     "iota": lambda node: _counted_along(shape_of(node.outputs[0]), node.params["dimension"]),
     "concatenate": lambda node, *parts: np.concatenate(parts, node.params["dimension"]),
     "convert_element_type": lambda _, operand: operand,
     "reshape": lambda node, operand: operand.reshape(shape_of(node.outputs[0])),
     "cumsum": lambda node, operand: _running_sums(operand, **node.params),
+    "scatter-add": lambda node, *operands: _counted(node, *operands),
 }
-# Of these kinds NumPy computes other numbers: a quotient that is no integer, sums in another order.
-NOT_OF = {"div": "biu", "cumsum": "f", "sign": "f", "rem": "f"}
+# Of these kinds NumPy computes other numbers, such as sums in another order.
+NOT_OF = {"cumsum": "f", "scatter-add": "f", "sign": "f", "rem": "f"}
 
 
 def constant_of(value: Value) -> Numbers | None:
@@ -180,6 +171,24 @@ def _holds(dtype: Any, numbers: Numbers) -> bool:
         return True
     limits = np.iinfo(dtype)
     return bool(((numbers >= limits.min) & (numbers <= limits.max)).all())
+
+
+def _quotient(left: Numbers, right: Numbers) -> Numbers:
+    """Returns a quotient, of integers rounded towards zero; XLA divides by zero to all bits set."""
+    if right.dtype.kind == "f":
+        return np.divide(left, right)
+    return np.where(right == 0, -np.ones_like(left), (left - np.fmod(left, right)) // right)
+
+
+def _counted(node: Node, array: Numbers, places: Numbers, added: Numbers) -> Numbers | None:
+    """Returns what is added up at places of one axis, as by `jnp.bincount`; None for other sums."""
+    axes, mode = node.params["dimension_numbers"].inserted_window_dims, node.params["mode"]
+    if (array.ndim, *axes) != (1, 0) or mode is lax.GatherScatterMode.CLIP:
+        return None
+    sums, places = array.copy(), places[..., 0]
+    inside = (places >= 0) & (places < len(sums))  # the rest is dropped
+    np.add.at(sums, places[inside], added[inside])
+    return sums
 
 
 def _running_sums(numbers: Numbers, axis: int, reverse: bool) -> Numbers:

@@ -49,7 +49,7 @@ Functions = tuple[FunctionOfProduct, ...]
 AS_FLOAT8, BOUND = "as float8", "bound"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # each adds to the environment of its step
 class ProductInFloat8:
     """A product in float8.
 

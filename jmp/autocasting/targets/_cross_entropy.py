@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherScatterMode
@@ -136,10 +137,10 @@ def sums_of_powers(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -
 
     def in_one(_: Any, rows: Any, shift: Any) -> Any:
         maxima, sums = maxima_and_sums(axes, rows)
-        return sums * jnp.exp(maxima - shift.reshape(maxima.shape))
+        return lax.mul(sums, lax.exp(lax.sub(maxima, lax.reshape(shift, maxima.shape))))
 
     def as_written(shifted: Any, *_: Any) -> Any:
-        return jnp.exp(shifted).sum(axes)
+        return lax.reduce_sum(lax.exp(shifted), axes)
 
     on_gpus = dict.fromkeys(GPUS, in_one)
     return lax.platform_dependent(shifted, rows, shift, **on_gpus, default=as_written)
@@ -147,7 +148,7 @@ def sums_of_powers(axes: tuple[int, ...], shifted: Any, rows: Any, shift: Any) -
 
 @sums_of_powers.defjvp
 def _of_the_shifted(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
-    change = (jnp.exp(primals[0]) * tangents[0]).sum(axes)
+    change = lax.reduce_sum(lax.mul(lax.exp(primals[0]), tangents[0]), axes)
     return sums_of_powers(axes, *primals), change
 
 
@@ -157,7 +158,7 @@ def maxima_and_sums(axes: tuple[int, ...], rows: Any) -> tuple[Any, Any]:
     The sum of a row whose maximum is infinite counts the elements that equal it. A row with a NaN
     has two.
     """
-    starts = jnp.full([], -jnp.inf, rows.dtype), jnp.zeros([], rows.dtype)
+    starts = rows.dtype.type(-np.inf), rows.dtype.type(0)
     maxima, sums = lax.reduce((rows, lax.full_like(rows, 1)), starts, _together, axes)
     return maxima, sums
 
@@ -166,13 +167,13 @@ def _together(one: Any, other: Any) -> tuple[Any, Any]:
     """Returns maximum and sum of a row, given maximum and sum of two parts of it."""
     (maximum, total), (maximum_too, total_too) = one, other
     # The difference of two infinite ones would be NaN.
-    are_equal = maximum == maximum_too
-    factor = lax.exp(-lax.abs(maximum - maximum_too))
+    are_equal = lax.eq(maximum, maximum_too)
+    factor = lax.exp(lax.neg(lax.abs(lax.sub(maximum, maximum_too))))
     factor = lax.select(are_equal, lax.full_like(factor, 1), factor)
-    is_first = maximum >= maximum_too
+    is_first = lax.ge(maximum, maximum_too)
     larger = lax.select(is_first, total, total_too)
     smaller = lax.select(is_first, total_too, total)
-    return lax.max(maximum, maximum_too), larger + factor * smaller
+    return lax.max(maximum, maximum_too), lax.add(larger, lax.mul(factor, smaller))
 
 
 # Picks.
@@ -230,17 +231,18 @@ def _pick(node: Node, operand: Any, indices: Any, fill: float | None = None) -> 
     axis, mode = _axis(node), node.params["mode"]
     length = operand.shape[axis]
     rows = operand.shape[:axis] + operand.shape[axis + 1 :]
-    chosen = jnp.expand_dims(indices.reshape(rows), axis)
+    chosen = lax.expand_dims(lax.reshape(indices, rows), [axis])
     if mode == GatherScatterMode.CLIP:
         chosen = jnp.clip(chosen, 0, length - 1)
     columns = lax.broadcasted_iota(chosen.dtype, operand.shape, axis)
-    picked = jnp.where(columns == chosen, operand, jnp.zeros([], operand.dtype)).sum(axis)
+    one_each = jnp.where(lax.eq(columns, chosen), operand, operand.dtype.type(0))
+    picked = lax.reduce_sum(one_each, [axis])
     if mode == GatherScatterMode.FILL_OR_DROP:
         fill = node.params["fill_value"] if fill is None else fill
-        lost = jnp.asarray(jnp.nan if fill is None else fill, operand.dtype)
-        outside = ((chosen < 0) | (chosen >= length)).reshape(rows)
-        picked = jnp.where(outside, lost, picked)
-    return picked.reshape(node.outputs[0].aval.shape)
+        lost = operand.dtype.type(np.nan if fill is None else fill)
+        outside = lax.bitwise_or(chosen < 0, chosen >= length)
+        picked = jnp.where(lax.reshape(outside, rows), lost, picked)
+    return lax.reshape(picked, node.outputs[0].aval.shape)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

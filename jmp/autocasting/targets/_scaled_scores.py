@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+from jax import lax
 
 from jmp import _jax_compat
 from jmp._array_calls import replaced
@@ -38,7 +39,7 @@ class ScaledProduct:
     def __call__(self, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
         """Returns the result of the step, scaled."""
         pairs = zip(operands, self.factors, strict=True)
-        scaled = [x if factor == 1 else x * np.asarray(factor, x.dtype) for x, factor in pairs]
+        scaled = [x if factor == 1 else lax.mul(x, x.dtype.type(factor)) for x, factor in pairs]
         return as_it_is(step)(scaled)
 
 

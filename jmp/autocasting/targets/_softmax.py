@@ -34,7 +34,7 @@ from jmp._jax_compat import has_named_axes
 from jmp.autocasting._facts import softmaxes_within
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._level import Level
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._lowerings import as_it_is, cast
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._steps import (
     Environment,
@@ -83,26 +83,27 @@ def softmax(rows: int, half: Any, shifted: Any) -> Any:
       rows: how many of the first axes count the rows.
       half: the dtype that the result is rounded to.
     """
-    powers = jnp.exp(shifted)
-    return powers / _sums(powers, rows)
+    powers = lax.exp(shifted)
+    return lax.div(powers, _sums(powers, rows))
 
 
 @softmax.defjvp
 def _from_half_result(rows: int, half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (shifted,), (tangent,) = primals, tangents
-    rounded = softmax(rows, half, shifted).astype(half)
-    result = checkpoint_name(rounded, KEPT_WEIGHTS).astype(shifted.dtype)
-    weights = result / _sums(result, rows)
+    rounded = cast(softmax(rows, half, shifted), half)
+    result = cast(checkpoint_name(rounded, KEPT_WEIGHTS), shifted.dtype)
+    weights = lax.div(result, _sums(result, rows))
     # The transpose of this form, weights * (cotangent - sum(weights * cotangent)), has one way from
     # the weights to the result. The transpose of weights * (tangent - sum(weights * tangent)) has
     # two. XLA fuses them step by step, and weighs hundreds of tilings at each: it would compile a
     # transformer's step for up to 20 % longer, into the same kernels.
-    weighted = weights * tangent
-    return result, weighted - weights * _sums(weighted, rows)
+    weighted = lax.mul(weights, tangent)
+    return result, lax.sub(weighted, lax.mul(weights, _sums(weighted, rows)))
 
 
 def _sums(array: Any, rows: int) -> Any:
-    return array.sum(tuple(range(rows, array.ndim)), keepdims=True)
+    axes = tuple(range(rows, array.ndim))
+    return lax.expand_dims(lax.reduce_sum(array, axes), axes)
 
 
 # Padding.

@@ -61,7 +61,7 @@ class Probe(NamedTuple):
 
     position: int  # of the weight, among the constants of the loop
     weight: Value
-    step: Single  # the product
+    step: Single  # the product, with the addend
     addend: Value
     other: Value  # the other operand
     array: int | None  # the operand of the loop that the other one is a row of; None for no row
@@ -108,10 +108,7 @@ def _probed(loop: Nested) -> Nested:
         inputs=[*plan.graph.inputs, *(probe.addend for probe in probes)],
         outputs=[*plan.graph.outputs, *stacked],
     )
-    lowered = {
-        probe.step.node: probe.step._replace(lowering=partial(multiply_with_addend, probe.addend))
-        for probe in probes
-    }
+    lowered = {probe.step.node: probe.step for probe in probes}
     body = plan._replace(
         graph=graph,
         reads=(*plan.reads, *(None for _ in probes)),
@@ -142,7 +139,9 @@ def _probes_of(
         if other not in moving:
             return []
         addend = Value(step.node.outputs[0].aval)
-        found.append(Probe(position, weight, step, addend, other, rows.get(other)))
+        # It reads more than its operands: it has no function that steps alike could share.
+        probe = step._replace(lowering=partial(multiply_with_addend, addend), shared=None)
+        found.append(Probe(position, weight, probe, addend, other, rows.get(other)))
     return found
 
 
