@@ -49,7 +49,7 @@ from jmp.loss_scaling._scales import SAVED, LossScale
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule
 from jmp.transforms import StoredArray
-from jmp.transforms._half_parameters import follow_replaced
+from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.transforms._wrapping import as_transformation, check_order, structures_compared
 from jmp.trees import (

@@ -71,10 +71,11 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
         for same_shape in alike.values()
         for group in chunks(same_shape, SAME_SHAPE_TOGETHER)
     ]
-    in_rows = [each for each in together if _row_count(each)]
+    in_rows = [each for each in together if _row_count(each) > 1]
+    at_once = [each for each in together if _row_count(each) == 1]
     if len(in_rows) < FEWEST_IN_ROWS:
-        in_rows = []
-    checks += [each.all() for each in together if not (in_rows and _row_count(each))]
+        in_rows, at_once = [], together
+    checks += [each.all() for each in at_once]
     if in_rows:
         rows = [each.reshape(_row_count(each), -1).all(axis=1) for each in in_rows]
         # Without the barrier XLA would check each by itself again.
@@ -82,8 +83,8 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     return jnp.stack(checks).all() if checks else jnp.array(True)
 
 
-def _row_count(checked: jax.Array) -> int | None:
-    """Returns in how many equal parts to check a matrix first; None for what to check at once.
+def _row_count(checked: jax.Array) -> int:
+    """Returns in how many equal parts to check a matrix first; 1 for what to check at once.
 
     To reduce a large array to one flag takes XLA two kernels, of which the second is tiny. Matrices
     are reduced to a flag for each of some 512 parts in the first, and share the second: an update
@@ -94,9 +95,9 @@ def _row_count(checked: jax.Array) -> int | None:
     parameter more if they do lie in order.
     """
     if checked.ndim > 2:
-        return None
+        return 1
     fits = (n for n in ROW_COUNTS if checked.size % n == 0 and checked.size <= n * LONGEST_ROW)
-    return next(fits, None)
+    return next(fits, 1)
 
 
 def chunks(items: list[T], size: int) -> list[list[T]]:

@@ -29,7 +29,7 @@ from jmp.loss_scaling._scales import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _few_kernels, _half_parameters, _wrapping
-from jmp.transforms._half_parameters import kept_by_path
+from jmp.transforms._masters import kept_by_path
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 S = TypeVar("S")
@@ -64,7 +64,7 @@ class WithLossScaleState(NamedTuple):
 
 
 def with_loss_scale(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: _wrapping.Optimizer,
     loss_scale: LossScale,
     *,
     axis_name: AxisName = "auto",
@@ -199,8 +199,7 @@ def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.P
 
 # Loss scaling and master parameters, as a policy asks for them.
 
-Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
-Store: TypeAlias = Callable[[Inner], Any]
+Store: TypeAlias = Callable[[_wrapping.Optimizer], Any]
 
 
 STORED: dict[str, Store] = {
@@ -213,7 +212,7 @@ STORED: dict[str, Store] = {
 
 
 def mixed_precision(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: _wrapping.Optimizer,
     policy: str | Policy,
     loss_scale: LossScale | None = None,
     *,

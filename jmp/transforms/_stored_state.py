@@ -65,7 +65,7 @@ Peaks = dict[str, tuple[jax.Array, ...]]  # by the path of an array of the state
 
 
 def with_stored_state(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: _wrapping.Optimizer,
     stored: DTypeLike | Iterable[Rule],
     *,
     seed: int = 0,
@@ -155,14 +155,13 @@ def with_stored_state(
         )
         new_updates, inner_state = run(old)
         least = {jax.typeof(found[0]): least_scales(found[0]) for found in peaks.values()}
-        count = state.count if rounding == "stochastic" else None
 
         def encode(path: tuple[Any, ...], was: Any, new: Any) -> Any:
             if not is_stored(was):
                 return new
             name = keystr(path)
             _check_rows_are_whole(name, was, bits.spec_of(name))
-            drawn = bits.at(name, new, count)
+            drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
             found = peaks.get(name)
             least_of = least[jax.typeof(found[0])] if found else LEAST_SCALE
             return encoded(new.astype(jnp.float32), was.kind, drawn, found, least_of)

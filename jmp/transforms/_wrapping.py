@@ -31,6 +31,7 @@ C = TypeVar("C", bound=type)
 S = TypeVar("S")
 T = TypeVar("T")
 Around: TypeAlias = tuple[tuple[Any, int], ...]
+Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 ROOT = keystr(())  # the path of a tree that is one array
 SCALES, STORES_PARAMETERS, STORES_STATE = range(3)  # from the outermost place to the innermost
 
@@ -237,7 +238,7 @@ def _without_weak_types(inner_state: optax.OptState) -> optax.OptState:
 
 def is_optimizer(value: object) -> bool:
     """Returns whether a value is an optimizer, and not the state of one."""
-    return isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+    return isinstance(value, Optimizer)
 
 
 def holds_a_state(tree: PyTree) -> bool:
