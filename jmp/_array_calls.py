@@ -6,7 +6,7 @@ they are.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 
 from jmp._messages import described, wrong
 from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string, stands_for_numbers
+
+Argnums: TypeAlias = int | Sequence[int]  # as in `jax.grad`
 
 
 class Untrained(str):
@@ -72,14 +74,11 @@ class ArrayCall:
     """
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
+        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self._fun = fun
         self._count = len(args)
-        arguments = (tuple(args), dict(kwargs or {}))
+        arguments = (tuple(args), dict(kwargs))
         arrays, self._held = take_arrays(arguments, stands_for_numbers)
         self.arrays = [as_jax_array(x) if holds_numbers(x) else x for x in arrays]
         named = jax.tree_util.tree_leaves_with_path(arguments)
@@ -94,9 +93,7 @@ class ArrayCall:
         """Calls the function and returns the arrays among its results, flat."""
         return [leaf for leaf in jax.tree.leaves(self(*arrays)) if holds_numbers(leaf)]
 
-    def within(
-        self, argnums: int | Sequence[int], caller: str, name: str = "argnums"
-    ) -> dict[int, str]:
+    def within(self, argnums: Argnums, caller: str, name: str = "argnums") -> dict[int, str]:
         """Returns the arrays of some arguments: the position of each in `arrays`, and its path.
 
         Arrays with an `Untrained` name are left out.
@@ -114,7 +111,7 @@ class ArrayCall:
                 found[position] = path_string(path[start:])
         return found
 
-    def floating_within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
+    def floating_within(self, argnums: Argnums, caller: str) -> dict[int, str]:
         """Returns the floating and complex arrays of some arguments, as `within` does.
 
         Raises: ValueError, with the name of `caller`, if there is none.
@@ -132,9 +129,7 @@ class ArrayCall:
         return found
 
 
-def argument_numbers(
-    argnums: int | Sequence[int], count: int, caller: str, name: str = "argnums"
-) -> list[int]:
+def argument_numbers(argnums: Argnums, count: int, caller: str, name: str = "argnums") -> list[int]:
     """Returns the numbers of the arguments that `argnums` names, each once, counted from the first.
 
     Args:
@@ -168,18 +163,18 @@ def replaced(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]
 
 
 def vjp_at(
-    function: Callable[..., Any],
-    arrays: Sequence[Any],
-    positions: Sequence[int],
-    has_aux: bool = False,
-) -> Any:
-    """Returns `jax.vjp` of a function of arrays, with respect to the arrays at `positions`."""
+    function: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], positions: Sequence[int]
+) -> tuple[Any, Callable[[Any], Any], Any]:
+    """Returns `jax.vjp` with respect to the arrays at `positions`.
+
+    Args:
+      function: of all arrays; it returns what is differentiated, and what else it computes.
+    """
 
     def of_some(*some: Any) -> Any:
         return function(*replaced(arrays, positions, some))
 
-    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
-    return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
+    return jax.vjp(of_some, *(arrays[i] for i in positions), has_aux=True)
 
 
 def cotangent(result: Any, number: float) -> Any:

@@ -29,10 +29,7 @@ def loss_scale_in(opt_state: optax.OptState) -> LossScale:
 def grads_finite_in(opt_state: optax.OptState) -> jax.Array:
     """Returns whether the last step was taken, a bool scalar; True if no gradient is checked."""
     scaling = find_loss_scaling(opt_state)
-    if scaling is None:
-        return jnp.array(True)
-    is_checked = not isinstance(scaling.loss_scale, NoOpLossScale)
-    return scaling.grads_finite if is_checked else jnp.ones_like(scaling.grads_finite)
+    return jnp.array(True) if scaling is None else scaling.grads_finite
 
 
 def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:

@@ -29,8 +29,7 @@ from jmp.adapters._module_policies import (
     storage_rules,
 )
 from jmp.autocasting._autocast import or_decorator
-from jmp.loss_scaling._gradients import check_loss_scale
-from jmp.loss_scaling._gradients import scaled_value_and_grad as differentiate_scaled
+from jmp.loss_scaling._gradients import value_and_scaled_grad
 from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
@@ -157,7 +156,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
 
         return jax.tree_util.tree_map_with_path(cast, module, is_leaf=_is_state_index)
 
-    result: T = _map_modules(cast_module, model)
+    result = _map_modules(cast_module, model)
     stored.warn_unused()
     return result
 
@@ -187,15 +186,7 @@ def scaled_value_and_grad(
     """
 
     check_function(fun, "scaled_value_and_grad", "scaled_value_and_grad(loss_fn, scale)(model)")
-    check_loss_scale(loss_scale, "scaled_value_and_grad")
-
-    @functools.wraps(fun)
-    def wrapped(model: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        params, static = eqx.partition(model, eqx.is_inexact_array)
-        differentiate = differentiate_scaled(_of_params(fun, static), loss_scale, has_aux=has_aux)
-        return differentiate(params, *args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]  # its first argument is named
+    return value_and_scaled_grad(eqx.filter_value_and_grad, fun, loss_scale, has_aux)
 
 
 def train_step(
@@ -267,8 +258,7 @@ def apply_updates(model: T, updates: PyTree) -> T:
     def updated(update: Any, array: Any) -> Any:
         return array if update is None else (array + update).astype(array.dtype)
 
-    result: T = jax.tree.map(updated, updates, model, is_leaf=lambda leaf: leaf is None)
-    return result
+    return jax.tree.map(updated, updates, model, is_leaf=lambda leaf: leaf is None)
 
 
 def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import walk
 from jmp.dtypes import is_half
-from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
+from jmp.loss_scaling._gradients import value_and_scaled_grad
 from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule
@@ -332,17 +332,8 @@ def scaled_value_and_grad(
     if not callable(fun) or isinstance(fun, nnx.Module):
         expected = "a function of modules: scaled_value_and_grad(loss_fn, scale)(model)"
         raise wrong(TypeError, "scaled_value_and_grad", fun, expected)
-    check_loss_scale(loss_scale, "scaled_value_and_grad")
-    value_and_grad = nnx.value_and_grad(
-        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
-    )
-
-    @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
-        return ((value, aux), gradients) if has_aux else (value, gradients)
-
-    return wrapped
+    differentiate = functools.partial(nnx.value_and_grad, argnums=argnums)
+    return value_and_scaled_grad(differentiate, fun, loss_scale, has_aux)
 
 
 def atomic_step(

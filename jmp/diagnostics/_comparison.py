@@ -239,7 +239,7 @@ def results_and_gradients(
         return pair_of(results, "(loss, aux)")
 
     def compute(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
-        results, vjp, aux = vjp_at(of_arrays, arrays, list(positions.values()), has_aux=True)
+        results, vjp, aux = vjp_at(of_arrays, arrays, list(positions.values()))
         gradients = vjp(jax.tree.map(lambda x: cotangent(x, scale / max(1, x.size)), results))
         return (results, aux) if has_aux else results, gradients
 
@@ -315,15 +315,8 @@ def _error_row(
         relative = error
     elif math.isfinite(error) and reference > 0:
         relative = error / reference
-    return Difference(
-        kind=kind,
-        path=path,
-        elements=elements,
-        error_norm=error,
-        reference_norm=reference,
-        largest_error=float(np.max(largest, initial=0)),  # NumPy keeps a NaN
-        relative_error=relative,
-    )
+    largest_error = float(np.max(largest, initial=0))  # NumPy keeps a NaN
+    return Difference(kind, path, elements, error, reference, largest_error, relative)
 
 
 def cells_of(row: Difference, is_negligible: bool) -> tuple[str, ...]:

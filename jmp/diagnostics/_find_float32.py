@@ -224,10 +224,8 @@ class Float32Scopes(Report):
         if self.higher != "float32":
             low, stay = "in float8", "stay out of float8"
         count = len(self.kept)
-        found = f"no scope has to {stay}"
-        if count:
-            found = f"{count} scope{'s' * (count > 1)} must {stay}"
-        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {found}"]
+        must = f"{count} scope{'s' * (count > 1)} must" if count else "no scope has to"
+        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {must} {stay}"]
         rows = {"with these rules" if self.rules else "all scopes": self.errors}
         if self.kept:
             lines += ["rules=[", *(f"    {rule!r}," for rule in self.rules), "]"]

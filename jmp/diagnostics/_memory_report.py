@@ -122,7 +122,7 @@ def memory_report(
             return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
 
         def step(*arrays: Any) -> Any:
-            result, vjp, aux = vjp_at(loss, arrays, moving, has_aux=True)
+            result, vjp, aux = vjp_at(loss, arrays, moving)
             return result, vjp(jax.tree.map(lambda x: cotangent(x, 1), result)), aux
 
         traced = jax.jit(step).trace(*call.arrays)
@@ -363,7 +363,7 @@ def residuals(
     weights = {*positions, *frozen}
 
     def leaves(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(vjp_at(function, arrays, positions, has_aux=True)[1])
+        return jax.tree.leaves(vjp_at(function, arrays, positions)[1])
 
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
     names = ["parameters" if i in weights else "data" for i in range(len(jaxpr.invars))]

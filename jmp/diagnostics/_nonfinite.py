@@ -73,7 +73,7 @@ def find_nonfinite(
         operands = []
         for array, (first, *path) in zip(call.arrays, call.paths, strict=True):
             name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
-            operands.append(interpreter.given(array, f"argument {name}", Location()))
+            operands.append(interpreter.given(array, "argument", Location(), name))
         results = interpreter.run(jax.make_jaxpr(call.results)(*call.arrays), operands, Location())
         cause = earliest(x.cause for x in results)
         if cause is not None:

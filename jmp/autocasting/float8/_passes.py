@@ -180,9 +180,10 @@ def why_not_float8(node: Node, level: Level) -> str:
         return "a loop carries its result in float32"
     if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"
-    if min(sizes_of(node)) < THIN:
+    rows, columns, summed, batches = sizes_of(node.inputs, node.params)
+    if min(batches * rows, columns, summed) < THIN:
         return f"it is thinner than {THIN}"
-    if math.prod(sizes_of(node)) < SMALL_PRODUCT:
+    if batches * rows * columns * summed < SMALL_PRODUCT:
         return f"it is small: fewer than 2**{SMALL_PRODUCT.bit_length() - 1} multiplications"
     return ""
 
@@ -197,14 +198,16 @@ def _feeds(product: Node, facts: Facts) -> bool:
     return not facts.feeds.isdisjoint(values)
 
 
-def sizes_of(node: Node) -> tuple[int, int, int]:
-    """Returns rows (with batches), columns and summed elements of a `dot_general`."""
-    (summed, right_summed), (_, right_batch) = node.params["dimension_numbers"]
-    left, right = (shape_of(value) for value in node.inputs)
-    inner = size_of(tuple(left[axis] for axis in summed))
-    others = {*right_summed, *right_batch}
-    columns = size_of(tuple(size for axis, size in enumerate(right) if axis not in others))
-    return node.outputs[0].size // max(1, columns), columns, inner
+def sizes_of(operands: Sequence[Any], params: _jax_compat.Params) -> tuple[int, int, int, int]:
+    """Returns rows, columns, summed elements and batches of a `dot_general`."""
+    summed, batch = params["dimension_numbers"]
+    rows, columns = (
+        size_of(tuple(n for axis, n in enumerate(shape_of(x)) if axis not in (*sums, *shared)))
+        for x, sums, shared in zip(operands, summed, batch, strict=True)
+    )
+    left = shape_of(operands[0])
+    inner, batches = (size_of(tuple(left[i] for i in axes)) for axes in (summed[0], batch[0]))
+    return rows, columns, inner, batches
 
 
 def _shared_factors(graph: Graph) -> set[Value]:
