@@ -23,7 +23,7 @@ import optax
 
 import jmp
 from jmp import diagnostics, transforms
-from jmp.diagnostics._base import table
+from jmp.diagnostics._reports import table
 
 SIZE = 64  # of matrices: much smaller ones are no matrix products to XLA on a GPU
 

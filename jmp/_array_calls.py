@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp._jax_compat import is_concrete
 from jmp._messages import described, wrong
 from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string, stands_for_numbers
 
@@ -127,6 +128,15 @@ class ArrayCall:
                 "arguments, with no floating array to differentiate there; expected the parameters."
             )
         return found
+
+
+def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
+    """Raises TypeError for an array without numbers: a traced one, or a `jax.ShapeDtypeStruct`."""
+    for array in arrays:
+        if isinstance(array, jax.ShapeDtypeStruct) or not is_concrete(array):
+            raise TypeError(
+                f"{caller} got {described(array)}, which holds no numbers; expected {expected}."
+            )
 
 
 def argument_numbers(argnums: Argnums, count: int, caller: str, name: str = "argnums") -> list[int]:

@@ -28,15 +28,8 @@ from jax.typing import DTypeLike
 
 from jmp._array_calls import Untrained, take_arrays
 from jmp._messages import listed
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    ModuleScopes,
-    classes_around,
-    mark,
-    plain_class,
-    set_class,
-    subclass,
-)
+from jmp.adapters._marked_modules import classes_around, mark, plain_class, set_class, subclass
+from jmp.adapters._module_policies import ModulePolicies, ModuleScopes
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, mark_lowered
 from jmp.trees import PyTree, cast_leaf, is_array

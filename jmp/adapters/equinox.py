@@ -19,15 +19,8 @@ import optax
 from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    ModuleScopes,
-    classes_around,
-    mark,
-    plain_class,
-    set_class,
-    storage_rules,
-)
+from jmp.adapters._marked_modules import classes_around, mark, plain_class, set_class
+from jmp.adapters._module_policies import ModulePolicies, ModuleScopes, storage_rules
 from jmp.autocasting._autocast import or_decorator
 from jmp.loss_scaling._gradients import value_and_scaled_grad
 from jmp.loss_scaling._scales import LossScale

@@ -22,7 +22,8 @@ import numpy as np
 from jmp._array_calls import ArrayCall, cotangent, vjp_at
 from jmp._messages import check_number, described
 from jmp.autocasting._autocast import autocast
-from jmp.diagnostics._base import Report, asked_function, grouped, split_arguments, table
+from jmp.diagnostics._asked import asked_function, split_arguments
+from jmp.diagnostics._reports import Report, grouped, table
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string

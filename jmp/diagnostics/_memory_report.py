@@ -23,17 +23,9 @@ from jmp._messages import wrong
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
-from jmp.diagnostics._base import (
-    Report,
-    added_up,
-    asked_function,
-    first_rows,
-    size,
-    split_arguments,
-    table,
-    totals,
-)
+from jmp.diagnostics._asked import asked_function, split_arguments
 from jmp.diagnostics._places import path_of, users_line
+from jmp.diagnostics._reports import Report, added_up, first_rows, size, table, totals
 from jmp.dtypes import is_castable
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall
+from jmp._array_calls import ArrayCall, check_numbers
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
-from jmp.diagnostics._base import Report, asked_function, check_numbers, split_arguments
+from jmp.diagnostics._asked import asked_function, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.diagnostics._places import path_in_rules, scopes_path, users_line
+from jmp.diagnostics._reports import Report
 
 
 def find_nonfinite(

@@ -32,18 +32,10 @@ from jmp._messages import described, listed, wrong
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._emit import as_if_differentiated
 from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._base import (
-    FLOAT8,
-    HALVES,
-    Report,
-    asked_function,
-    first_rows,
-    split_arguments,
-    table,
-    totals,
-)
+from jmp.diagnostics._asked import asked_function, split_arguments
 from jmp.diagnostics._interpreter import REPLAYED_INSIDE, replay
 from jmp.diagnostics._places import path_of, users_line
+from jmp.diagnostics._reports import FLOAT8, HALVES, Report, first_rows, table, totals
 from jmp.diagnostics._rows import kind_of_row
 from jmp.dtypes import floating_dtype, is_half
 from jmp.loss_scaling._gradients import scaled_loss

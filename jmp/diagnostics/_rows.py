@@ -21,8 +21,8 @@ from jmp.autocasting._products import WHY_EXACT, products_that_wrap
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan, Single, steps_of
 from jmp.autocasting.float8._passes import sizes_of
-from jmp.diagnostics._base import FLOAT8, HALVES, added_up, grouped
 from jmp.diagnostics._places import module_and_line, place_name
+from jmp.diagnostics._reports import FLOAT8, HALVES, added_up, grouped
 
 # The primitives whose floating-point operations are counted.
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")

@@ -27,13 +27,7 @@ from jax.typing import DTypeLike
 from jmp._jax_compat import is_of_tpus, varying_axes
 from jmp._messages import PrecisionWarning, described, listed, shape_text, wrong
 from jmp.dtypes import can_hold, floating_dtype, is_castable
-from jmp.sharding._axes import (
-    Names,
-    are_tracked,
-    made_varying,
-    mapped_axes,
-    names_by_dimension,
-)
+from jmp.sharding._axes import Names, are_tracked, made_varying, mapped_axes, names_by_dimension
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
