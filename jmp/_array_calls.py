@@ -134,9 +134,8 @@ def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
     """Raises TypeError for an array without numbers: a traced one, or a `jax.ShapeDtypeStruct`."""
     for array in arrays:
         if isinstance(array, jax.ShapeDtypeStruct) or not is_concrete(array):
-            raise TypeError(
-                f"{caller} got {described(array)}, which holds no numbers; expected {expected}."
-            )
+            got = described(array)
+            raise TypeError(f"{caller} got {got}, which holds no numbers; expected {expected}.")
 
 
 def argument_numbers(argnums: Argnums, count: int, caller: str, name: str = "argnums") -> list[int]:

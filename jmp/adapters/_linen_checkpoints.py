@@ -49,11 +49,8 @@ def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
             "reset_masters(opt_state, params), and docs/checkpoints.md has the lines for every "
             "change."
         )
-    restored = {
-        name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
-        for name in state
-    }
-    return node.replace(**restored)
+    load = serialization.from_state_dict
+    return node.replace(**{n: load(getattr(node, n), state[n], name=n) for n in state})
 
 
 def _structure(state: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +104,5 @@ def _within_bounds(loss_scale: LossScale) -> LossScale:
         ) from error
 
 
-for held in (*SAVED, StoredArray):
-    serialization.register_serialization_state(
-        held, _to_state_dict, _from_state_dict, override=True
-    )
+for cls in (*SAVED, StoredArray):
+    serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict, override=True)

@@ -7,9 +7,11 @@ subclass of its class, whose methods run in the scope that `ModulePolicies.scope
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from jmp.adapters._module_policies import ModulePolicies, opened
+
+Names: TypeAlias = tuple[Any, ...]  # that lead to a module, such as of attributes
 
 _PLAIN = "_jmp_plain_class"  # the attribute of a subclass that has the class of its author
 
@@ -54,9 +56,7 @@ def plain_class(module_type: type) -> type:
     return getattr(module_type, _PLAIN, module_type)
 
 
-def classes_around(
-    names: tuple[Any, ...], classes: Mapping[tuple[Any, ...], type]
-) -> tuple[type, ...]:
+def classes_around(names: Names, classes: Mapping[Names, type]) -> tuple[type, ...]:
     """Returns the classes of the modules around what is at the end of names, innermost first.
 
     Args:
@@ -66,9 +66,7 @@ def classes_around(
     return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
 
 
-def mark(
-    modules: Iterable[tuple[tuple[Any, ...], Any]], base: type, policies: ModulePolicies
-) -> None:
+def mark(modules: Iterable[tuple[Names, Any]], base: type, policies: ModulePolicies) -> None:
     """Gives each module that a rule names the class that `marked_class` makes of its own.
 
     Args:

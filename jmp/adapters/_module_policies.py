@@ -93,11 +93,8 @@ def storage_rules(
     """
     rules = None if rules is None else tuple(rules)  # read more than once
     of_norms = policy_of_norms(policy, rules)
-    found = PolicyRules(
-        rules or (),
-        policy,
-        fallback=lambda path, classes: of_norms if is_in_norm(path, classes) else None,
-    )
+    fallback = lambda path, classes: of_norms if is_in_norm(path, classes) else None
+    found = PolicyRules(rules or (), policy, fallback=fallback)
     for each in (policy, *(get_policy(asked) for _, asked in rules or ())):
         refuse_float8(each, "cast_params")
     return found
@@ -118,11 +115,10 @@ def cast_by_paths(params: T, policy: Policy, rules: Sequence[Rule] | None) -> T:
         names_in.setdefault(module, []).append(name)
     norms = {m for m, names in names_in.items() if is_norm_parameters(m.split("/")[-1], names)}
     stored = storage_rules(policy, rules, lambda path, _: path.rpartition("/")[0] in norms)
-    cast: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: cast_leaf(leaf, stored.policy_for(path_string(path)).param_dtype), params
-    )
+    cast = lambda path, leaf: cast_leaf(leaf, stored.policy_for(path_string(path)).param_dtype)
+    found = jax.tree_util.tree_map_with_path(cast, params)
     stored.warn_unused()
-    return cast
+    return found
 
 
 class ModulePolicies:

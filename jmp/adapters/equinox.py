@@ -19,7 +19,7 @@ import optax
 from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._marked_modules import classes_around, mark, plain_class, set_class
+from jmp.adapters._marked_modules import Names, classes_around, mark, plain_class, set_class
 from jmp.adapters._module_policies import ModulePolicies, ModuleScopes, storage_rules
 from jmp.autocasting._autocast import or_decorator
 from jmp.loss_scaling._gradients import value_and_scaled_grad
@@ -226,9 +226,12 @@ def train_step(
     """
     check_step(loss_fn, model, "equinox", "a module of Equinox, or a tree of them")
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    step = take_step(
-        _of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux, extra_args
-    )
+
+    @functools.wraps(loss_fn)
+    def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(eqx.combine(params, static), *args, **kwargs)
+
+    step = take_step(of_params, params, opt_state, tx, args, state, has_aux, extra_args)
     return step._replace(model=eqx.combine(step.model, static))
 
 
@@ -254,16 +257,6 @@ def apply_updates(model: T, updates: PyTree) -> T:
     return jax.tree.map(updated, updates, model, is_leaf=lambda leaf: leaf is None)
 
 
-def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
-    """Returns a function of a model as one of its floating arrays; `static` is the rest of it."""
-
-    @functools.wraps(fun)
-    def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return fun(eqx.combine(params, static), *args, **kwargs)
-
-    return of_params
-
-
 def _is_module(node: object) -> bool:
     return isinstance(node, eqx.Module) and not _is_state_index(node)
 
@@ -277,9 +270,7 @@ def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _modules_in(
-    node: Any, names: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], eqx.Module]]:
+def _modules_in(node: Any, names: Names = ()) -> Iterator[tuple[Names, eqx.Module]]:
     """Yields the modules of a tree, each behind the names that lead to it."""
     if _is_module(node):
         yield names, node

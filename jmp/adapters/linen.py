@@ -313,11 +313,9 @@ class TrainState(train_state.TrainState):
           TypeError: a field that the state does not have; None as gradients.
           ValueError: gradients of another structure than the parameters.
         """
-        given: Self = self
-        if extra_args:
-            tx = as_transformation(self.tx, "apply_gradients", "tx")
-            update = functools.partial(tx.update, **extra_args)
-            given = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+        tx = as_transformation(self.tx, "apply_gradients", "tx")
+        update = functools.partial(tx.update, **(extra_args or {}))
+        given: Self = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
         with structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super(TrainState, given).apply_gradients(  # type: ignore[no-untyped-call]
                 grads=grads, **kwargs
@@ -340,9 +338,8 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
       masters are one vector, as inside `optax.flatten`.
     """
     if "params" in updates and "opt_state" not in updates:
-        updates["params"], updates["opt_state"] = follow_replaced(
-            self.opt_state, updates["params"], self.params
-        )
+        params, opt_state = follow_replaced(self.opt_state, updates["params"], self.params)
+        updates |= {"params": params, "opt_state": opt_state}
     return dataclasses.replace(self, **updates)
 
 

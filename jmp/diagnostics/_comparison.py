@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._array_calls import ArrayCall, cotangent, vjp_at
+from jmp._array_calls import Argnums, ArrayCall, cotangent, vjp_at
 from jmp._messages import check_number, described
 from jmp.autocasting._autocast import autocast
 from jmp.diagnostics._asked import asked_function, split_arguments
@@ -212,11 +212,7 @@ def check_positive(number: float, caller: str, name: str, expected: str) -> floa
 
 
 def results_and_gradients(
-    fun: Callable[..., Any],
-    given: Arguments,
-    argnums: int | Sequence[int],
-    scale: float,
-    has_aux: bool = False,
+    fun: Callable[..., Any], given: Arguments, argnums: Argnums, scale: float, has_aux: bool = False
 ) -> Results:
     """Returns results and gradients, by kind and path, from one compiled program.
 
@@ -245,10 +241,9 @@ def results_and_gradients(
         return (results, aux) if has_aux else results, gradients
 
     results, gradients = jax.jit(compute)(*call.arrays)
-    return {
-        ("result", path_string(path)): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(results)
-    } | dict(zip(positions, gradients, strict=True))
+    leaves = jax.tree_util.tree_leaves_with_path(results)
+    found = {("result", path_string(path)): leaf for path, leaf in leaves}
+    return found | dict(zip(positions, gradients, strict=True))
 
 
 def _refuse_loss_with_aux(results: PyTree) -> None:

@@ -395,10 +395,8 @@ class Interpreter:
                 is_whole = look is not None or has_kind(equation.primitive.name)
                 outer = self._made(inputs, max(states), here, is_whole)
             causes = [cause or outer for cause in causes]
-        return [
-            Checked(result, cause if state else None)
-            for result, state, cause in zip(results, states, causes, strict=True)
-        ]
+        checked = zip(results, states, causes, strict=True)
+        return [Checked(result, cause if state else None) for result, state, cause in checked]
 
     def _made(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
         """Returns this equation as a cause."""

@@ -256,24 +256,23 @@ def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> Iterator[str]:
 
 def _cure_of_an_overflow(cause: Cause) -> Iterator[str]:
     largest, rule = float(jnp.finfo(cause.dtype).max), rule_for(cause.name)
-    is_exp, ends_early = cause.name == "exp", _ends_early(cause)
-    if is_exp:
+    if cause.name == "exp":
         yield f"exp overflows {cause.dtype} above {math.log(largest):.4g}."
-    else:
-        yield f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
-    is_gradient = ends_early and cause.location.is_backward and not is_exp
-    if ends_early and not is_gradient:
-        yield _keep_in_float32(cause)
-    if is_exp:
+        if _ends_early(cause):
+            yield _keep_in_float32(cause)
         yield CURES["exp"]
-    elif not ends_early:
+        return
+    yield f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
+    if not _ends_early(cause):
         yield CURES["growth"]
-    elif is_gradient:
+    elif cause.location.is_backward:
         yield CURES["loss scale"]
-    elif rule.casts:
-        yield CURES["cast"]
-    elif rule.category is Category.LOW:
-        yield CURES["product"]
+    else:
+        yield _keep_in_float32(cause)
+        if rule.casts:
+            yield CURES["cast"]
+        elif rule.category is Category.LOW:
+            yield CURES["product"]
 
 
 def _ends_early(cause: Cause) -> bool:

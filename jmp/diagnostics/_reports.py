@@ -1,4 +1,4 @@
-"""What reports are made of: rows that are counted and added up, and tables of text."""
+"""Parts of reports: rows that are counted and added up, and tables of text."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence

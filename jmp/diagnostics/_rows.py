@@ -215,13 +215,12 @@ def in_the_wrong_dtype(rows: list[Row], half: str) -> Iterator[str]:
     """
     for row in rows:
         in_half = row.dtype_in in HALVES
+        is_meant = row.dtype_in in (half, FLOAT8) or row.precision == "HIGHEST"
         if row.kind == "reduction" and in_half:
             yield f"{_at(row)} adds up in {row.dtype_in}: small terms are lost"
         elif row.kind == "exponential" and in_half:
             yield f"{_at(row)} runs in {row.dtype_in}: it overflows, or loses all digits"
-        elif row.kind == "product" and not (
-            row.dtype_in in (half, FLOAT8) or row.precision == "HIGHEST"
-        ):
+        elif row.kind == "product" and not is_meant:
             yield f"{_at(row)} multiplies in {row.dtype_in}: {row.why}"
 
 

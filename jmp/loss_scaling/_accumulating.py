@@ -139,9 +139,8 @@ def accumulated_value_and_grad(
         gradients = jax.tree.map(lambda g: g.astype(dtype_of(g)), gradients)
         if skip == "micro_batch":  # selected: a product with zero would keep what is not finite
             good = agreed(all_finite(found), loss_scale, "auto", apart=axes)
-            gradients, value, count = jax.tree.map(
-                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
-            )
+            select = lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf))
+            gradients, value, count = jax.tree.map(select, (gradients, value, count))
         return gradients, (value, count, aux)
 
     @functools.wraps(fun)

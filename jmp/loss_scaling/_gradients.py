@@ -208,9 +208,8 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):
         framework = framework_of(model)
         is_tree = framework != "flax.nnx" and all(map(is_inexact_array, jax.tree.leaves(model)))
-        if framework is None or is_tree:
-            continue
-        raise TypeError(
-            f"{caller} got {described(model)} of {framework}; expected a tree of parameters."
-            f"{_STEPS.get(framework, '')}"
-        )
+        if framework is not None and not is_tree:
+            raise TypeError(
+                f"{caller} got {described(model)} of {framework}; expected a tree of parameters."
+                f"{_STEPS.get(framework, '')}"
+            )

@@ -61,16 +61,10 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
         else:
             alike[leaf.shape].append(leaf)
 
-    checks = [
-        jnp.isfinite(jnp.concatenate(group)).all()
-        for same_dtype in small.values()
-        for group in chunks(same_dtype, SMALL_TOGETHER)
-    ]
-    together = [
-        functools.reduce(jnp.logical_and, map(jnp.isfinite, group))
-        for same_shape in alike.values()
-        for group in chunks(same_shape, SAME_SHAPE_TOGETHER)
-    ]
+    of_small = (group for same in small.values() for group in chunks(same, SMALL_TOGETHER))
+    checks = [jnp.isfinite(jnp.concatenate(group)).all() for group in of_small]
+    of_alike = (group for same in alike.values() for group in chunks(same, SAME_SHAPE_TOGETHER))
+    together = [functools.reduce(jnp.logical_and, map(jnp.isfinite, group)) for group in of_alike]
     in_rows = [each for each in together if _row_count(each) > 1]
     at_once = [each for each in together if _row_count(each) == 1]
     if len(in_rows) < FEWEST_IN_ROWS:
@@ -115,9 +109,8 @@ def may_be_sharded(value: Any) -> bool:
     Its type names the mesh of whatever it was computed from, but for the parts that shard_map and
     pmap hand to each device whole. Without a mesh one device is certain only if there is no other.
     """
-    if jax.typeof(value).sharding.mesh.empty:
-        return jax.device_count() > 1
-    return is_on_mesh(value)
+    mesh = jax.typeof(value).sharding.mesh
+    return jax.device_count() > 1 if mesh.empty else is_on_mesh(value)
 
 
 def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:

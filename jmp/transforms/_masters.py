@@ -47,10 +47,9 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
         path: compiled(storage.value)(given[path], beside)
         for path, (beside, storage) in kept_by_path(opt_state).items()
     }
+    wide = cast_to_at_least_float32(params)
     # A half leaf of a frozen group has no master: it is what is returned.
-    return tree_map_with_path(
-        lambda path, p: values.get(keystr(path), p), cast_to_at_least_float32(params)
-    )
+    return tree_map_with_path(lambda path, p: values.get(keystr(path), p), wide)
 
 
 def reset_masters(opt_state: S, params: PyTree) -> S:

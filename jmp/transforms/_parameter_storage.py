@@ -126,9 +126,7 @@ def stored_by(
         count = [jnp.zeros([], jnp.int32)] if bits else []
         return state_type(kept, *count, inner_state)
 
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError(
                 f"{caller} got no params; call update(gradients, state, params): the "
@@ -140,10 +138,8 @@ def stored_by(
         old = jax.tree.map(value_of, params, state[0])
         gradients = cast_to_at_least_float32(_few_kernels.in_order_of_axes(updates))
         extra_args = _wrapping.with_gradients(extra_args, updates, gradients)
-        full_updates, inner_state = optimizer.update(
-            gradients, state.inner_state, old, **extra_args
-        )
-        new = optax.apply_updates(old, full_updates)
+        changes, inner_state = optimizer.update(gradients, state.inner_state, old, **extra_args)
+        new = optax.apply_updates(old, changes)
 
         # Store the new values: parameters follow by `half_updates`.
         count_of = _few_kernels.count_by_size(state.count) if bits else None
@@ -155,7 +151,7 @@ def stored_by(
             change = _rounding.difference_to(storage.visible(value, param, drawn), param)
             return storage.beside(value, _rounding.shown_after(change, param), param), change
 
-        pairs = tree_map_with_path(follow, params, new, full_updates)
+        pairs = tree_map_with_path(follow, params, new, changes)
         kept = jax.tree.map(lambda _, pair: pair[0], params, pairs)
         half_updates = jax.tree.map(lambda _, pair: pair[1], params, pairs)
         count = [optax.safe_increment(state.count)] if bits else []

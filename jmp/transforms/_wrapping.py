@@ -227,10 +227,11 @@ def _without_weak_types(inner_state: optax.OptState) -> optax.OptState:
 
     The first step would return them strongly typed, and the second step would compile again.
     """
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf,
-        inner_state,
-    )
+
+    def strong(leaf: Any) -> Any:
+        return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+    return jax.tree.map(strong, inner_state)
 
 
 # Our states inside of an optimizer's state.
@@ -274,9 +275,8 @@ def map_states(function: Callable[[Any], Any], opt_state: T, place: int) -> T:
     def is_state(node: Any) -> bool:
         return type(node) in _WRAPPERS and _WRAPPERS[type(node)].place == place
 
-    return jax.tree.map(
-        lambda node: function(node) if is_state(node) else node, opt_state, is_leaf=is_state
-    )
+    mapped = lambda node: function(node) if is_state(node) else node
+    return jax.tree.map(mapped, opt_state, is_leaf=is_state)
 
 
 def _children(node: Any) -> list[Any]:

@@ -94,8 +94,7 @@ def _in_float8(
     """Returns a value in float8; if the environment does not have it yet, the array is rounded."""
     if (AS_FLOAT8, value) not in environment:
         environment[AS_FLOAT8, value] = _arithmetic.hold(array, root(value).aval, bound)
-    held: Float8 = environment[AS_FLOAT8, value]
-    return held
+    return environment[AS_FLOAT8, value]
 
 
 def move_in_float8(
@@ -171,10 +170,8 @@ def why_not_float8(node: Node, level: Level) -> str:
         return "it stands in a custom_jvp, whose rule JAX transposes"
     if context.devices_part:
         return "devices may go different ways here, and would not share its scales"
-    if context.request.settings.float8 == "weights" and not any(
-        value not in facts.dependent and value.provenance > ValueProvenance.INTEGERS
-        for value in node.inputs
-    ):
+    is_weight = lambda x: x not in facts.dependent and x.provenance > ValueProvenance.INTEGERS
+    if context.request.settings.float8 == "weights" and not any(map(is_weight, node.inputs)):
         return "it multiplies two activations (float8='all' takes such products)"
     if not facts.carried.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
@@ -223,11 +220,8 @@ def _shared_factors(graph: Graph) -> set[Value]:
 
 def products_in_float8(steps: Sequence[Step]) -> dict[Node, ProductInFloat8]:
     """Returns the float8 products among steps, and how they are lowered."""
-    return {
-        step.node: step.lowering
-        for step in steps
-        if isinstance(step, Single) and isinstance(step.lowering, ProductInFloat8)
-    }
+    pairs = [(step.node, step.lowering) for step in steps if isinstance(step, Single)]
+    return {node: lowering for node, lowering in pairs if isinstance(lowering, ProductInFloat8)}
 
 
 # Arrays that devices send.
@@ -242,15 +236,11 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     graph, readers = level.graph, set(products_in_float8(steps))
     if not readers:
         return list(steps)
-    moving = {
-        step.node: moves
-        for step in steps
-        if isinstance(step, Single) and (moves := moves_of(step.node))
-    }
+    nodes = [step.node for step in steps if isinstance(step, Single)]
+    moving = {node: moves for node in nodes if (moves := moves_of(node))}
     for node in reversed(graph.nodes):
-        if node in moving and all(
-            only_read_by(value, graph, readers.__contains__) for value in node.outputs
-        ):
+        are_read = (only_read_by(value, graph, readers.__contains__) for value in node.outputs)
+        if node in moving and all(are_read):
             readers.add(node)
     sent: set[Node] = set()
     for node in graph.nodes:  # what moves before the first that sends stays as it is
