@@ -179,10 +179,7 @@ def vjp_at(
     Args:
       function: of all arrays; it returns what is differentiated, and what else it computes.
     """
-
-    def of_some(*some: Any) -> Any:
-        return function(*replaced(arrays, positions, some))
-
+    of_some = lambda *some: function(*replaced(arrays, positions, some))
     return jax.vjp(of_some, *(arrays[i] for i in positions), has_aux=True)
 
 

@@ -43,15 +43,14 @@ def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
     Warns: `UnscaledLossWarning`.
     """
     is_scaled = not isinstance(loss_scale_in(opt_state), NoOpLossScale)
-    if is_scaled or jnp.float16 not in map(lowered_to, computing):
-        return
-    warnings.warn(
-        "The model computes in float16, but its optimizer scales no loss: small gradients "
-        "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
-        "transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0)) if there is to be no scale.",
-        UnscaledLossWarning,
-        stacklevel=users_stacklevel(),
-    )
+    if not is_scaled and jnp.float16 in map(lowered_to, computing):
+        warnings.warn(
+            "The model computes in float16, but its optimizer scales no loss: small gradients "
+            "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
+            "transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0)) if there is to be no scale.",
+            UnscaledLossWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
 def keep_if_skipped(

@@ -250,11 +250,8 @@ def apply_updates(model: T, updates: PyTree) -> T:
     >>> apply_updates(model, updates).weight.dtype
     dtype('float16')
     """
-
-    def updated(update: Any, array: Any) -> Any:
-        return array if update is None else (array + update).astype(array.dtype)
-
-    return jax.tree.map(updated, updates, model, is_leaf=lambda leaf: leaf is None)
+    add = lambda update, array: array if update is None else (array + update).astype(array.dtype)
+    return jax.tree.map(add, updates, model, is_leaf=lambda leaf: leaf is None)
 
 
 def _is_module(node: object) -> bool:

@@ -342,9 +342,7 @@ class Interpreter:
         def reader_of(variable: Any) -> JaxprEqn | None:
             return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
 
-        def step(equation: JaxprEqn, operands: list[Checked]) -> list[Checked]:
-            return self._step(operands, here.at(equation))
-
+        step = lambda equation, operands: self._step(operands, here.at(equation))
         pairs = zip(constants, jaxpr.constvars, strict=True)
         inputs[:0] = [given(constant, reader_of(variable)) for constant, variable in pairs]
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))

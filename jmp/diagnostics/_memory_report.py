@@ -353,10 +353,7 @@ def residuals(
     """
     positions = list(parameters)
     weights = {*positions, *frozen}
-
-    def leaves(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(vjp_at(function, arrays, positions)[1])
-
+    leaves = lambda *arrays: jax.tree.leaves(vjp_at(function, arrays, positions)[1])
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
     names = ["parameters" if i in weights else "data" for i in range(len(jaxpr.invars))]
     inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]

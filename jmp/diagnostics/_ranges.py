@@ -262,19 +262,18 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = split_arguments(tree), tree
-    tree = decode_state(tree)
+    (values,), _ = split_arguments(tree)
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(decode_state(values))
             if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
-    if not leaves and callable(given):
+    if not leaves and callable(tree):
         expected = "a tree of arrays, such as parameters"
         more = " To count the values in a loss use gradient_report(loss_fn)(*args)."
-        raise wrong(TypeError, "range_report", given, expected, more=more)
+        raise wrong(TypeError, "range_report", tree, expected, more=more)
     pairs = zip(leaves, counts, strict=True)
     rows = (row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
     return RangeReport(tuple(rows))

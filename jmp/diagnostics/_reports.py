@@ -64,9 +64,7 @@ def added_up(rows: Iterable[R], *numbers: str) -> list[R]:
     >>> added_up(rows) == rows[:1]
     True
     """
-
-    def others(row: R) -> R:
-        return dataclasses.replace(row, **dict.fromkeys(numbers, 0))
+    others = lambda row: dataclasses.replace(row, **dict.fromkeys(numbers, 0))
 
     def sums(some: list[R]) -> dict[str, int]:
         return {name: sum(getattr(row, name) for row in some) for name in numbers}

@@ -238,9 +238,7 @@ def _moved(array: jax.Array, dtype: np.dtype, send: Move, add_up: Move) -> jax.A
     def move(array: jax.Array) -> jax.Array:
         return send(array.astype(dtype))
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (add_up(cotangent).astype(array.dtype),)
-
+    backward = lambda _, cotangent: (add_up(cotangent).astype(array.dtype),)
     move.defvjp(lambda array: (move(array), None), backward)
     return move(array)
 

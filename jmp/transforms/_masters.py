@@ -240,9 +240,8 @@ def _map_kept(function: Callable[[str, Any, Any], Any], opt_state: S) -> S:
 
     def in_state(state: Any) -> Any:
         storage = STORAGES[type(state)]
-        mapped = tree_map_with_path(
-            lambda path, old: function(keystr(path), old, storage), state[0], is_leaf=is_kept
-        )
+        by_path = lambda path, old: function(keystr(path), old, storage)
+        mapped = tree_map_with_path(by_path, state[0], is_leaf=is_kept)
         return state._replace(**{state._fields[0]: mapped})
 
     return _wrapping.map_states(in_state, opt_state, _wrapping.STORES_PARAMETERS)

@@ -93,9 +93,7 @@ def transformation(
       are still to be added up.
     """
     caller = caller_of(state_type)
-
-    def placed_init(params: optax.Params) -> S:
-        return placed(init(params), params)
+    placed_init = lambda params: placed(init(params), params)
 
     def checked_update(
         updates: optax.Updates, state: S, params: optax.Params | None = None, **extra_args: Any
