@@ -281,10 +281,10 @@ def _without_float8(policy: str | Policy) -> str:
 
 # The search: which scopes to keep out, given the errors of any choice of them.
 
+ErrorsOf = Callable[[frozenset[str]], Errors]
 
-def search(
-    scopes: Sequence[str], errors: Callable[[frozenset[str]], Errors], tolerance: float
-) -> set[str]:
+
+def search(scopes: Sequence[str], errors: ErrorsOf, tolerance: float) -> set[str]:
     """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
 
     Groups of scopes are tried alone in it. A group within the tolerance is done; any other is split

@@ -538,9 +538,7 @@ def _step_count(value: Any, name: str) -> jax.Array:
     return jnp.asarray(count).astype(jnp.int32)
 
 
-def _check_leaf(
-    value: Any, name: str, expected: str, are_right: Callable[[np.ndarray], np.ndarray]
-) -> None:
+def _check_leaf(value: Any, name: str, expected: str, are_right: Callable[[Any], Any]) -> None:
     """Raises TypeError for what is no number, or one for each member; ValueError for wrong ones."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number and not (is_array(value) and jnp.issubdtype(value.dtype, np.number)):

@@ -43,10 +43,8 @@ def masters(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     given = _leaves_checked(opt_state, params, "masters")
     _wrapping.check_nothing_changes_masters(opt_state)
-    values = {
-        path: compiled(storage.value)(given[path], beside)
-        for path, (beside, storage) in kept_by_path(opt_state).items()
-    }
+    kept = kept_by_path(opt_state).items()
+    values = {path: compiled(way.value)(given[path], beside) for path, (beside, way) in kept}
     wide = cast_to_at_least_float32(params)
     # A half leaf of a frozen group has no master: it is what is returned.
     return tree_map_with_path(lambda path, p: values.get(keystr(path), p), wide)

@@ -19,6 +19,8 @@ from jmp.autocasting.attention._kernels import Kernel, KernelForm, attend, atten
 from jmp.autocasting.attention._matching import Attention, NotFused, find_attention
 from jmp.dtypes import FLOAT32
 
+StepOf = Mapping[Node, Step]  # the step that a node belongs to
+
 
 def fuse_attentions(kernel: Kernel, steps: Sequence[Step], level: Level) -> list[Step]:
     """Returns the steps of a level, in any order, with fused attentions among them.
@@ -43,9 +45,7 @@ def fuse_attentions(kernel: Kernel, steps: Sequence[Step], level: Level) -> list
     return [step for step in others if replaced.isdisjoint(nodes_of(step))] + list(fused)
 
 
-def _fused_step(
-    attention: Attention, kernel: Kernel, step_of: Mapping[Node, Step], level: Level
-) -> Fused:
+def _fused_step(attention: Attention, kernel: Kernel, step_of: StepOf, level: Level) -> Fused:
     """Returns the step that replaces the steps of an attention.
 
     Raises: NotFused if the kernel would compute something else, or not at all.
@@ -83,9 +83,7 @@ def _fused_step(
     )
 
 
-def replaced_steps(
-    attention: Attention, step_of: Mapping[Node, Step], level: Level
-) -> list[Single | Island]:
+def replaced_steps(attention: Attention, step_of: StepOf, level: Level) -> list[Single | Island]:
     """Returns the steps that compute an attention and nothing else that is read."""
     dependent = level.facts.dependent
     computed = [node for node in attention.nodes if not dependent.isdisjoint(node.outputs)]
@@ -101,7 +99,7 @@ def replaced_steps(
     return group
 
 
-def _is_stored(value: Value, step_of: Mapping[Node, Step]) -> bool:
+def _is_stored(value: Value, step_of: StepOf) -> bool:
     """Returns whether a value of the level is there for other steps to read."""
     if value.producer is None or value.literal is not None:
         return True
