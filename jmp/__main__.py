@@ -23,7 +23,7 @@ import optax
 
 import jmp
 from jmp import diagnostics, transforms
-from jmp.diagnostics._base import table
+from jmp.diagnostics._reports import table
 
 SIZE = 64  # of matrices: much smaller ones are no matrix products to XLA on a GPU
 
@@ -97,11 +97,7 @@ def advice(device: jax.Device) -> tuple[str, str]:
 def check_installation() -> str:
     """One distribution installs the package `jmp`."""
     names = sorted(set(importlib.metadata.packages_distributions().get("jmp", ())))
-    found = {
-        f"{distribution.name} {distribution.version}"
-        for distribution in importlib.metadata.distributions()
-        if distribution.name in names
-    }
+    found = {f"{d.name} {d.version}" for d in importlib.metadata.distributions() if d.name in names}
     assert len(found) < 2, (
         f"{' and '.join(sorted(found))} are installed, and each is imported as jmp; now it is "
         f"{jmp.__version__}. Run `pip uninstall --yes {' '.join(names)}` until nothing is left to "

@@ -6,14 +6,17 @@ they are.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp._jax_compat import is_concrete
 from jmp._messages import described, wrong
 from jmp.trees import PyTree, as_jax_array, holds_numbers, path_string, stands_for_numbers
+
+Argnums: TypeAlias = int | Sequence[int]  # as in `jax.grad`
 
 
 class Untrained(str):
@@ -72,11 +75,11 @@ class ArrayCall:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self._fun = fun
         self._count = len(args)
-        arguments = (tuple(args), dict(kwargs or {}))
+        arguments = (tuple(args), dict(kwargs))
         arrays, self._held = take_arrays(arguments, stands_for_numbers)
         self.arrays = [as_jax_array(x) if holds_numbers(x) else x for x in arrays]
         named = jax.tree_util.tree_leaves_with_path(arguments)
@@ -91,9 +94,7 @@ class ArrayCall:
         """Calls the function and returns the arrays among its results, flat."""
         return [leaf for leaf in jax.tree.leaves(self(*arrays)) if holds_numbers(leaf)]
 
-    def within(
-        self, argnums: int | Sequence[int], caller: str, name: str = "argnums"
-    ) -> dict[int, str]:
+    def within(self, argnums: Argnums, caller: str, name: str = "argnums") -> dict[int, str]:
         """Returns the arrays of some arguments: the position of each in `arrays`, and its path.
 
         Arrays with an `Untrained` name are left out.
@@ -111,7 +112,7 @@ class ArrayCall:
                 found[position] = path_string(path[start:])
         return found
 
-    def floating_within(self, argnums: int | Sequence[int], caller: str) -> dict[int, str]:
+    def floating_within(self, argnums: Argnums, caller: str) -> dict[int, str]:
         """Returns the floating and complex arrays of some arguments, as `within` does.
 
         Raises: ValueError, with the name of `caller`, if there is none.
@@ -129,9 +130,15 @@ class ArrayCall:
         return found
 
 
-def argument_numbers(
-    argnums: int | Sequence[int], count: int, caller: str, name: str = "argnums"
-) -> list[int]:
+def check_numbers(arrays: Sequence[Any], caller: str, expected: str) -> None:
+    """Raises TypeError for an array without numbers: a traced one, or a `jax.ShapeDtypeStruct`."""
+    for array in arrays:
+        if isinstance(array, jax.ShapeDtypeStruct) or not is_concrete(array):
+            got = described(array)
+            raise TypeError(f"{caller} got {got}, which holds no numbers; expected {expected}.")
+
+
+def argument_numbers(argnums: Argnums, count: int, caller: str, name: str = "argnums") -> list[int]:
     """Returns the numbers of the arguments that `argnums` names, each once, counted from the first.
 
     Args:
@@ -165,18 +172,15 @@ def replaced(values: Sequence[Any], places: Sequence[int], others: Iterable[Any]
 
 
 def vjp_at(
-    function: Callable[..., Any],
-    arrays: Sequence[Any],
-    positions: Sequence[int],
-    has_aux: bool = False,
-) -> Any:
-    """Returns `jax.vjp` of a function of arrays, with respect to the arrays at `positions`."""
+    function: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], positions: Sequence[int]
+) -> tuple[Any, Callable[[Any], Any], Any]:
+    """Returns `jax.vjp` with respect to the arrays at `positions`.
 
-    def of_some(*some: Any) -> Any:
-        return function(*replaced(arrays, positions, some))
-
-    vjp: Any = jax.vjp  # its types differ with the value of `has_aux`
-    return vjp(of_some, *(arrays[i] for i in positions), has_aux=has_aux)
+    Args:
+      function: of all arrays; it returns what is differentiated, and what else it computes.
+    """
+    of_some = lambda *some: function(*replaced(arrays, positions, some))
+    return jax.vjp(of_some, *(arrays[i] for i in positions), has_aux=True)
 
 
 def cotangent(result: Any, number: float) -> Any:

@@ -71,9 +71,7 @@ def half_dtype() -> ScalarType:
     >>> half_dtype()(2**15)
     Array(3.277e+04, dtype=float16)
     """
-    on_tpu = jax.local_devices()[0].platform == "tpu"
-    half: ScalarType = jnp.bfloat16 if on_tpu else jnp.float16
-    return half
+    return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
 def parse_dtype(name: str, others: Iterable[str] = ()) -> np.dtype:

@@ -15,15 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp._messages import described, did_you_mean, wrong
-from jmp.dtypes import (
-    FLOAT32,
-    ScalarType,
-    dtype_to_names,
-    floating_dtype,
-    is_half,
-    parse_dtype,
-    scalar_type,
-)
+from jmp.dtypes import ScalarType, dtype_to_names, floating_dtype, is_half, parse_dtype, scalar_type
 from jmp.trees import cast_floating
 
 T = TypeVar("T")
@@ -138,10 +130,8 @@ class Policy:
     @property
     def is_pure_half(self) -> bool:
         """Whether all three dtypes are one half dtype (O3): nothing at all is kept in float32."""
-        return (
-            is_half(self.compute_dtype)
-            and self.param_dtype == self.compute_dtype == self.output_dtype
-        )
+        dtypes = {self.param_dtype, self.compute_dtype, self.output_dtype}
+        return len(dtypes) == 1 and is_half(self.compute_dtype)
 
     def __str__(self) -> str:
         given = _given_dtypes(self)
@@ -281,7 +271,7 @@ def get_policy(policy: str | Policy) -> Policy:
                 "compute, output, reduce, product and result at most once."
             )
         given[_FIELDS[key]] = value
-    given.setdefault("param_dtype", FLOAT32)
+    given.setdefault("param_dtype", "float32")
     given.setdefault("compute_dtype", given["param_dtype"])
     given.setdefault("output_dtype", given["compute_dtype"])
     return Policy(**given)

@@ -198,9 +198,8 @@ def glob_matches(glob: str, path: str) -> bool:
         starts, glob = [path], glob[1:]
     else:
         starts, glob = _from_any_name(path), glob.removeprefix("*/")
-    return any(
-        fnmatch.fnmatchcase(part, glob) for start in starts for part in _path_and_ancestors(start)
-    )
+    parts = (part for start in starts for part in _path_and_ancestors(start))
+    return any(fnmatch.fnmatchcase(part, glob) for part in parts)
 
 
 def _target_text(target: Target) -> str:

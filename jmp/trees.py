@@ -177,9 +177,8 @@ def select_leaves(flag_of: Callable[[Any], jax.Array], on_true: T, on_false: T) 
             f"{where_trees_differ(on_true, on_false)}. An optimizer state must keep its structure "
             "from step to step."
         )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, a, b: _select_leaf(flag_of, a, b, path), on_true, on_false
-    )
+    select = lambda path, a, b: _select_leaf(flag_of, a, b, path)
+    return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
 
 def _select_leaf(flag_of: Callable[[Any], jax.Array], a: Any, b: Any, path: tuple[Any, ...]) -> Any:
@@ -242,10 +241,8 @@ def joined(path: str, name: str) -> str:
 
 def cast_to_at_least_float32(tree: T) -> T:
     """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
-    return jax.tree.map(
-        lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf,
-        tree,
-    )
+    wide = lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
+    return jax.tree.map(wide, tree)
 
 
 # What `jax.export` writes: exported programs take and return classes of this package.
@@ -268,11 +265,10 @@ def register_for_export(cls: C) -> C:
     if issubclass(cls, tuple):
         export.register_namedtuple_serialization(cls, serialized_name=name)
     else:
+        write = lambda static: json.dumps(static, default=_left_out).encode()
+        read = lambda written: _as_tuples(json.loads(bytes(written)))
         export.register_pytree_node_serialization(
-            cls,
-            serialized_name=name,
-            serialize_auxdata=lambda static: json.dumps(static, default=_left_out).encode(),
-            deserialize_auxdata=lambda written: _as_tuples(json.loads(bytes(written))),
+            cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read
         )
     return cls
 

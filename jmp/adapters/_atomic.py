@@ -43,15 +43,14 @@ def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
     Warns: `UnscaledLossWarning`.
     """
     is_scaled = not isinstance(loss_scale_in(opt_state), NoOpLossScale)
-    if is_scaled or jnp.float16 not in map(lowered_to, computing):
-        return
-    warnings.warn(
-        "The model computes in float16, but its optimizer scales no loss: small gradients "
-        "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
-        "transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0)) if there is to be no scale.",
-        UnscaledLossWarning,
-        stacklevel=users_stacklevel(),
-    )
+    if not is_scaled and jnp.float16 in map(lowered_to, computing):
+        warnings.warn(
+            "The model computes in float16, but its optimizer scales no loss: small gradients "
+            "would be flushed to zero. Write transforms.mixed_precision(tx, 'mixed_float16'); or "
+            "transforms.with_loss_scale(tx, jmp.StaticLossScale(1.0)) if there is to be no scale.",
+            UnscaledLossWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
 def keep_if_skipped(
@@ -70,21 +69,17 @@ def keep_if_skipped(
     if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
         return after, state_after
     flag_of = flag_by_size(scaling.grads_finite)
-    # Loss scaling has selected the states that it wraps already.
     is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
-    kept = jax.tree.map(
-        lambda new, old: new if is_scaling(new) else _select(flag_of, new, old),
-        state_after,
-        state_before,
-        is_leaf=is_scaling,
-    )
+
+    def select(new: Any, old: Any) -> Any:
+        if is_scaling(new):  # which has selected the states that it wraps already
+            return new
+        # Moments made from half parameters are half, until the first update in float32.
+        old = old.astype(new.dtype) if is_floating(new) and is_floating(old) else old
+        return select_leaves(flag_of, new, old)
+
+    kept = jax.tree.map(select, state_after, state_before, is_leaf=is_scaling)
     return select_leaves(flag_of, after, before), kept
-
-
-def _select(flag_of: Callable[[Any], jax.Array], new: Any, old: Any) -> Any:
-    # Moments made from half parameters are half, until the first update in float32.
-    old = old.astype(new.dtype) if is_floating(new) and is_floating(old) else old
-    return select_leaves(flag_of, new, old)
 
 
 _ORDER = " The order is train_step(loss_fn, model, opt_state, tx, *args)."
@@ -153,21 +148,18 @@ def take_step(
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
     before, structure = jax.tree.flatten(state)
     given = args if state is None else (jax.tree.unflatten(structure, before), *args)
-    differentiate = scaled_value_and_grad(
-        loss_fn, loss_scale_in(opt_state), has_aux=has_aux or state is not None
-    )
+    returns_pair = has_aux or state is not None
+    differentiate = scaled_value_and_grad(loss_fn, loss_scale_in(opt_state), has_aux=returns_pair)
     value, gradients = differentiate(params, *given)
-    loss, more = value if state is not None or has_aux else (value, None)
-    if state is None:
-        new_state, aux = None, more
-    else:
+    loss, more = value if returns_pair else (value, None)
+    new_state, aux = None, more
+    if state is not None:
         new_state, aux = pair_of(more, "(state, aux)") if has_aux else (more, None)
     extra_args = {"value": loss, **(extra_args or {})}
     updates, new_opt_state = update(gradients, opt_state, params, **extra_args)
     new_params = optax.apply_updates(params, updates)
     leaves, structure = jax.tree.flatten(new_state)
-    (new_params, kept), new_opt_state = keep_if_skipped(
-        (new_params, leaves), (params, before), new_opt_state, opt_state
-    )
+    after, unchanged = (new_params, leaves), (params, before)
+    (new_params, kept), new_opt_state = keep_if_skipped(after, unchanged, new_opt_state, opt_state)
     new_state = jax.tree.unflatten(structure, kept)
     return TrainStep(new_params, new_opt_state, loss, new_state, aux)

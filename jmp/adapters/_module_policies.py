@@ -3,9 +3,7 @@
 - `ModulePolicies`: how they compute. Autocast sees operations, not modules. So while a model is
   traced, each module that a rule names runs under a name scope that says the rule's policy, which
   autocast reads. Modules that no rule names open no scope and compute with the policy of the whole.
-- `mark`: opens the scope for frameworks that do not let method calls be intercepted (nnx, Equinox):
-  it gives a module that a rule names a subclass of its class. Flax linen and Haiku have
-  interceptors.
+  Flax linen and Haiku let method calls be intercepted; `_marked_modules` is for the others.
 - `ModuleScopes`: takes the place of `ModulePolicies` for diagnostics, which ask where an operation
   is. Every method of every module then runs in a scope that names the module's path.
 - `storage_rules`: the dtype in which `cast_params` of each adapter stores a parameter.
@@ -17,8 +15,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -43,8 +39,6 @@ FLOAT32_POLICY = Policy("float32", "float32", "float32")
 _NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!Pre)(?<!Post)Norm(alization)?(\dd)?$")
 _NORM_NAME = re.compile(r"(?i)(^|_)(bn|ln|gn)(_|\d|$)|norm")
 _PRODUCT_PARAMETERS = {"kernel", "embedding"}
-
-_PLAIN = "_jmp_plain_class"  # the attribute of a subclass that has the class of its author
 
 
 def is_norm_class(module_type: type) -> bool:
@@ -99,11 +93,8 @@ def storage_rules(
     """
     rules = None if rules is None else tuple(rules)  # read more than once
     of_norms = policy_of_norms(policy, rules)
-    found = PolicyRules(
-        rules or (),
-        policy,
-        fallback=lambda path, classes: of_norms if is_in_norm(path, classes) else None,
-    )
+    fallback = lambda path, classes: of_norms if is_in_norm(path, classes) else None
+    found = PolicyRules(rules or (), policy, fallback=fallback)
     for each in (policy, *(get_policy(asked) for _, asked in rules or ())):
         refuse_float8(each, "cast_params")
     return found
@@ -124,11 +115,10 @@ def cast_by_paths(params: T, policy: Policy, rules: Sequence[Rule] | None) -> T:
         names_in.setdefault(module, []).append(name)
     norms = {m for m, names in names_in.items() if is_norm_parameters(m.split("/")[-1], names)}
     stored = storage_rules(policy, rules, lambda path, _: path.rpartition("/")[0] in norms)
-    cast: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: cast_leaf(leaf, stored.policy_for(path_string(path)).param_dtype), params
-    )
+    cast = lambda path, leaf: cast_leaf(leaf, stored.policy_for(path_string(path)).param_dtype)
+    found = jax.tree_util.tree_map_with_path(cast, params)
     stored.warn_unused()
-    return cast
+    return found
 
 
 class ModulePolicies:
@@ -241,90 +231,6 @@ def opened(scope: str) -> contextlib.AbstractContextManager[None]:
 # Part of the key of JAX's caches: a jitted part of a model is traced anew for other rules, whose
 # scopes its trace would not hold.
 _in_force = jax.make_user_context(default_value=None)
-
-
-@functools.cache  # one class for all models: a structure that holds it must compare equal
-def marked_class(module_type: type, base: type, policies: ModulePolicies, scope: str) -> type:
-    """Returns a subclass of `module_type` whose methods run in a name scope.
-
-    Args:
-      base: the framework's class of all modules, whose own methods stay as they are.
-      scope: what `ModulePolicies.scope_of` returned; for "" `module_type` itself is returned.
-    """
-    if not scope:
-        return module_type
-
-    def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method, updated=())
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with opened(scope if policies.are_in_force else ""):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    body = {
-        name: in_scope(getattr(module_type, name))
-        for name in dir(module_type)
-        if name == "__call__" or not (name.startswith("_") or hasattr(base, name))
-        if _is_method(module_type, name)
-    }
-    return subclass(module_type, body)
-
-
-def subclass(module_type: type, body: Mapping[str, Any]) -> type:
-    """Returns a subclass of `module_type` with its name; `plain_class` undoes it."""
-    named = {
-        _PLAIN: plain_class(module_type),
-        "__module__": module_type.__module__,
-        "__qualname__": module_type.__qualname__,
-        "__doc__": module_type.__doc__,
-    }
-    return type(module_type.__name__, (module_type,), {**named, **body})
-
-
-def plain_class(module_type: type) -> type:
-    """Returns the class as its author wrote it."""
-    return getattr(module_type, _PLAIN, module_type)
-
-
-def classes_around(
-    names: tuple[Any, ...], classes: Mapping[tuple[Any, ...], type]
-) -> tuple[type, ...]:
-    """Returns the classes of the modules around what is at the end of names, innermost first.
-
-    Args:
-      classes: the class of each module of a model, by the names that lead to it.
-    """
-    ancestors = [names[:end] for end in range(len(names), -1, -1)]
-    return tuple(classes[ancestor] for ancestor in ancestors if ancestor in classes)
-
-
-def mark(
-    modules: Iterable[tuple[tuple[Any, ...], Any]], base: type, policies: ModulePolicies
-) -> None:
-    """Gives each module that a rule names the class that `marked_class` makes of its own.
-
-    Args:
-      modules: the modules of a model, each behind the names that lead to it.
-    """
-    found = dict(modules)
-    classes: dict[Any, Any] = {names: type(module) for names, module in found.items()}
-    for names, module in found.items():
-        path = "/".join(map(str, names))
-        scope = policies.scope_of(module, path, classes_around(names, classes))
-        set_class(module, marked_class(classes[names], base, policies, scope))
-
-
-def set_class(module: object, module_type: type) -> None:
-    """Gives a module another class, although its framework keeps watch on its attributes."""
-    object.__setattr__(module, "__class__", module_type)
-
-
-def _is_method(module_type: type, name: str) -> bool:
-    """Returns whether an attribute takes the module first, decorated or not (`jax.jit`)."""
-    attribute = inspect.getattr_static(module_type, name)
-    binds = hasattr(attribute, "__get__") and not isinstance(attribute, staticmethod | classmethod)
-    return binds and callable(getattr(module_type, name))
 
 
 class ModuleScopes(ModulePolicies):

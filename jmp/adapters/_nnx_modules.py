@@ -28,15 +28,8 @@ from jax.typing import DTypeLike
 
 from jmp._array_calls import Untrained, take_arrays
 from jmp._messages import listed
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    ModuleScopes,
-    classes_around,
-    mark,
-    plain_class,
-    set_class,
-    subclass,
-)
+from jmp.adapters._marked_modules import classes_around, mark, plain_class, set_class, subclass
+from jmp.adapters._module_policies import ModulePolicies, ModuleScopes
 from jmp.dtypes import FLOAT32, is_half
 from jmp.policy import Policy, mark_lowered
 from jmp.trees import PyTree, cast_leaf, is_array
@@ -122,9 +115,8 @@ def _differ(before: "SplitModule", after: "SplitModule") -> bool:
 
 
 def _is_same(value: PyTree, other: PyTree) -> bool:
-    structures: list[Any] = [jax.tree.structure(value), jax.tree.structure(other)]
-    pairs = map(operator.is_, jax.tree.leaves(value), jax.tree.leaves(other))
-    return structures[0] == structures[1] and all(pairs)
+    (leaves, structure), (others, other) = map(jax.tree.flatten, (value, other))
+    return structure == other and all(map(operator.is_, leaves, others))
 
 
 @contextlib.contextmanager
@@ -174,11 +166,8 @@ def view_of(model: M, policies: ModulePolicies) -> M:
     """
     replaced = getattr(type(model), _POLICIES, None)  # if the model is a view itself
     view: M = nnx.clone(model, variables=False)
-    modules = {
-        names: module
-        for names, module in nnx.iter_modules(view)
-        if getattr(type(module), _POLICIES, None) in (None, replaced)
-    }
+    is_own: Callable[[Any], bool] = lambda x: getattr(type(x), _POLICIES, None) in (None, replaced)
+    modules = {names: module for names, module in nnx.iter_modules(view) if is_own(module)}
     for module in modules.values():
         set_class(module, plain_class(type(module)))
     mark(modules.items(), nnx.Module, policies)

@@ -19,18 +19,10 @@ import optax
 from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
-from jmp.adapters._module_policies import (
-    ModulePolicies,
-    ModuleScopes,
-    classes_around,
-    mark,
-    plain_class,
-    set_class,
-    storage_rules,
-)
+from jmp.adapters._marked_modules import Names, classes_around, mark, plain_class, set_class
+from jmp.adapters._module_policies import ModulePolicies, ModuleScopes, storage_rules
 from jmp.autocasting._autocast import or_decorator
-from jmp.loss_scaling._gradients import check_loss_scale
-from jmp.loss_scaling._gradients import scaled_value_and_grad as differentiate_scaled
+from jmp.loss_scaling._gradients import value_and_scaled_grad
 from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy
 from jmp.rules import Rule
@@ -157,7 +149,7 @@ def cast_params(model: T, policy: str | Policy, rules: Sequence[Rule] | None = N
 
         return jax.tree_util.tree_map_with_path(cast, module, is_leaf=_is_state_index)
 
-    result: T = _map_modules(cast_module, model)
+    result = _map_modules(cast_module, model)
     stored.warn_unused()
     return result
 
@@ -187,15 +179,7 @@ def scaled_value_and_grad(
     """
 
     check_function(fun, "scaled_value_and_grad", "scaled_value_and_grad(loss_fn, scale)(model)")
-    check_loss_scale(loss_scale, "scaled_value_and_grad")
-
-    @functools.wraps(fun)
-    def wrapped(model: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        params, static = eqx.partition(model, eqx.is_inexact_array)
-        differentiate = differentiate_scaled(_of_params(fun, static), loss_scale, has_aux=has_aux)
-        return differentiate(params, *args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]  # its first argument is named
+    return value_and_scaled_grad(eqx.filter_value_and_grad, fun, loss_scale, has_aux)
 
 
 def train_step(
@@ -242,9 +226,12 @@ def train_step(
     """
     check_step(loss_fn, model, "equinox", "a module of Equinox, or a tree of them")
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    step = take_step(
-        _of_params(loss_fn, static), params, opt_state, tx, args, state, has_aux, extra_args
-    )
+
+    @functools.wraps(loss_fn)
+    def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(eqx.combine(params, static), *args, **kwargs)
+
+    step = take_step(of_params, params, opt_state, tx, args, state, has_aux, extra_args)
     return step._replace(model=eqx.combine(step.model, static))
 
 
@@ -263,22 +250,8 @@ def apply_updates(model: T, updates: PyTree) -> T:
     >>> apply_updates(model, updates).weight.dtype
     dtype('float16')
     """
-
-    def updated(update: Any, array: Any) -> Any:
-        return array if update is None else (array + update).astype(array.dtype)
-
-    result: T = jax.tree.map(updated, updates, model, is_leaf=lambda leaf: leaf is None)
-    return result
-
-
-def _of_params(fun: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
-    """Returns a function of a model as one of its floating arrays; `static` is the rest of it."""
-
-    @functools.wraps(fun)
-    def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return fun(eqx.combine(params, static), *args, **kwargs)
-
-    return of_params
+    add = lambda update, array: array if update is None else (array + update).astype(array.dtype)
+    return jax.tree.map(add, updates, model, is_leaf=lambda leaf: leaf is None)
 
 
 def _is_module(node: object) -> bool:
@@ -294,9 +267,7 @@ def _map_modules(function: Callable[[eqx.Module], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: function(x) if _is_module(x) else x, tree, is_leaf=_is_module)
 
 
-def _modules_in(
-    node: Any, names: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], eqx.Module]]:
+def _modules_in(node: Any, names: Names = ()) -> Iterator[tuple[Names, eqx.Module]]:
     """Yields the modules of a tree, each behind the names that lead to it."""
     if _is_module(node):
         yield names, node

@@ -79,9 +79,7 @@ def autocast(
     def in_float32(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
         around: list[type] = []  # classes of the modules being called, innermost first
 
-        def intercept(
-            call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
-        ) -> Any:
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             # A constructor computes nothing; another wrapped network may be inside this one.
             if context.method_name == "__init__" or not policies.are_in_force:
                 return call(*args, **kwargs)

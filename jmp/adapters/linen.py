@@ -8,12 +8,7 @@ which module is being called. `_module_policies` decides which parameters are th
 
 `TrainState` skips a step atomically: parameters, optimizer state, batch statistics and step count
 move together or not at all. Its `replace(params=...)` lets masters follow: the next step, which
-starts from them, would undo it.
-
-Importing this module also teaches `flax.serialization` the classes of ours that a saved state
-holds. A checkpoint is checked when it is restored, because its values are known then: a NaN for a
-scale would make every gradient NaN. A restore that cannot be right says what to do instead;
-docs/checkpoints.md has the code for every change of a run.
+starts from them, would undo it. `_linen_checkpoints` saves and restores it.
 """
 
 import dataclasses
@@ -24,37 +19,21 @@ from typing import Any, ParamSpec, Self, TypeVar, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import serialization
 from flax.training import train_state
 
-from jmp._messages import (
-    described,
-    listed,
-    refuse_other_models,
-    shape_text,
-    where_trees_differ,
-    wrong,
-)
+from jmp._messages import refuse_other_models, wrong
 from jmp.adapters._atomic import check_is_scaled, grads_finite_in, keep_if_skipped, loss_scale_in
+from jmp.adapters._linen_checkpoints import array_fields, register_train_state
 from jmp.adapters._module_policies import ModulePolicies, cast_by_paths, opened, policy_of_norms
 from jmp.autocasting._autocast import Options
-from jmp.loss_scaling._scales import SAVED, LossScale
+from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy, mark_lowered
 from jmp.rules import Rule
-from jmp.transforms import StoredArray
-from jmp.transforms._half_parameters import follow_replaced
+from jmp.transforms._masters import follow_replaced
 from jmp.transforms._placement import placed
 from jmp.transforms._wrapping import as_transformation, check_order, structures_compared
-from jmp.trees import (
-    PyTree,
-    cast_floating,
-    cast_to_at_least_float32,
-    is_array,
-    leaves_by_path,
-    register_for_export,
-)
+from jmp.trees import PyTree, cast_floating, cast_to_at_least_float32, register_for_export
 
 __all__ = ["TrainState", "autocast", "cast_params"]
 
@@ -227,8 +206,7 @@ def _with_cast(variables: T, **casts: Callable[[Any], Any]) -> T:
     """Returns variables whose collections of these names are cast, if they have them."""
     held: Any = variables
     cast = {name: function(held[name]) for name, function in casts.items() if name in held}
-    whole: T = type(held)({**held, **cast})
-    return whole
+    return type(held)({**held, **cast})
 
 
 # Training, with atomic steps.
@@ -335,16 +313,14 @@ class TrainState(train_state.TrainState):
           TypeError: a field that the state does not have; None as gradients.
           ValueError: gradients of another structure than the parameters.
         """
-        given: Self = self
-        if extra_args:
-            tx = as_transformation(self.tx, "apply_gradients", "tx")
-            update = functools.partial(tx.update, **extra_args)
-            given = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
+        tx = as_transformation(self.tx, "apply_gradients", "tx")
+        update = functools.partial(tx.update, **(extra_args or {}))
+        given: Self = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
         with structures_compared(grads, self.params, "apply_gradients"):
             new: Self = super(TrainState, given).apply_gradients(  # type: ignore[no-untyped-call]
                 grads=grads, **kwargs
             )
-        moved = {"step", "params", *kwargs} & {*_array_fields(self)}
+        moved = {"step", "params", *kwargs} & {*array_fields(self)}
         before = {name: getattr(self, name) for name in moved}
         after = {name: getattr(new, name) for name in moved}
         kept, opt_state = keep_if_skipped(after, before, new.opt_state, self.opt_state)
@@ -362,104 +338,16 @@ def _replace_with_masters(self: TrainState, **updates: Any) -> TrainState:
       masters are one vector, as inside `optax.flatten`.
     """
     if "params" in updates and "opt_state" not in updates:
-        updates["params"], updates["opt_state"] = follow_replaced(
-            self.opt_state, updates["params"], self.params
-        )
+        params, opt_state = follow_replaced(self.opt_state, updates["params"], self.params)
+        updates |= {"params": params, "opt_state": opt_state}
     return dataclasses.replace(self, **updates)
-
-
-# Checkpoints.
 
 
 def _exchange_made_by_flax(cls: type[TrainState]) -> None:
     """Gives a class our `replace` and our way to restore, in place of those that Flax makes."""
     cls.replace = _replace_with_masters  # type: ignore[assignment, method-assign]
     register_for_export(cls)
-    serialization.register_serialization_state(
-        cls, _train_state_to_dict, _restore_train_state, override=True
-    )
-
-
-def _to_state_dict(node: PyTree) -> dict[str, Any]:
-    return {path[0].name: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(node)}
-
-
-def _from_state_dict(node: PyTree, state: dict[str, Any]) -> PyTree:
-    expected = _to_state_dict(node)
-    if not isinstance(state, dict) or expected.keys() != state.keys():
-        raise ValueError(
-            f"A checkpoint holds {described(state)} for a {type(node).__name__}; expected "
-            f"{listed(expected)}. Restore into the class that was saved, and change it afterwards: "
-            "a loss scale by jmp.transforms.set_loss_scale(opt_state, new_scale)."
-        )
-    state = {n: np.asarray(v) if isinstance(v, (int, float)) else v for n, v in state.items()}
-    restored = jax.tree.unflatten(jax.tree.structure(node), [state[name] for name in expected])
-    if not all(map(is_array, state.values())):
-        return restored  # elsewhere leaves may be anything, such as shardings
-    arrays = {name: leaf for name, leaf in expected.items() if is_array(leaf)}
-    for name, leaf in arrays.items():
-        # The dtype of codes says what numbers they stand for.
-        is_alike = leaf.dtype == state[name].dtype or not isinstance(node, StoredArray)
-        if leaf.shape != state[name].shape or not is_alike:
-            raise ValueError(
-                f"A checkpoint holds {name}={shape_text(state[name])} for a {type(node).__name__}; "
-                f"expected {shape_text(leaf)}. Restore into a state of the same parameters, of as "
-                "many members and stored as the saved one is, and change it afterwards: "
-                "docs/checkpoints.md has the lines."
-            )
-    return _within_bounds(restored) if isinstance(node, LossScale) else restored
-
-
-def _within_bounds(loss_scale: LossScale) -> LossScale:
-    """Returns the restored scale, brought between its floor and its ceiling."""
-    try:
-        # The constructor looks at values, which unflattening must not.
-        return dataclasses.replace(loss_scale)  # type: ignore[type-var]  # each is a dataclass
-    except ValueError as error:
-        raise ValueError(
-            f"A checkpoint holds a {type(loss_scale).__name__} that cannot be used: {error} "
-            "Restore an earlier checkpoint; or read it by flax.serialization.msgpack_restore, put "
-            "a number there, and give it to from_state_dict."
-        ) from error
-
-
-def _array_fields(node: PyTree) -> list[str]:
-    fields = dataclasses.fields(node)
-    return [field.name for field in fields if field.metadata.get("pytree_node", True)]
-
-
-def _train_state_to_dict(node: PyTree) -> dict[str, Any]:
-    return {name: serialization.to_state_dict(getattr(node, name)) for name in _array_fields(node)}
-
-
-def _restore_train_state(node: PyTree, state: dict[str, Any]) -> PyTree:
-    if node.batch_stats is None:  # Flax's TrainState does not have this field
-        state = {"batch_stats": None, **state}
-    saved, own = _structure(state), _structure(_train_state_to_dict(node))
-    if leaves_by_path(saved).keys() != leaves_by_path(own).keys():
-        raise ValueError(
-            "A checkpoint holds other fields, or the state of another optimizer, than this "
-            f"{type(node).__name__} (of the saved state and this one "
-            f"{where_trees_differ(saved, own)}). Restore into a state of the class and the "
-            "optimizer that saved it, and change that afterwards: another loss scale is "
-            "jmp.transforms.set_loss_scale(opt_state, new_scale), new masters are "
-            "reset_masters(opt_state, params), and docs/checkpoints.md has the lines for every "
-            "change."
-        )
-    restored = {
-        name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
-        for name in state
-    }
-    return node.replace(**restored)
-
-
-def _structure(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns what must agree in a saved state: its fields, and the leaves of the optimizer."""
-    return {name: part if name == "opt_state" else 0 for name, part in state.items()}
+    register_train_state(cls)
 
 
 _exchange_made_by_flax(TrainState)
-for held in (*SAVED, StoredArray):
-    serialization.register_serialization_state(
-        held, _to_state_dict, _from_state_dict, override=True
-    )

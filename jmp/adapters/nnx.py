@@ -32,7 +32,7 @@ from jmp.autocasting._numbers import dtype_of
 from jmp.autocasting._operations import is_product
 from jmp.autocasting._propagation import walk
 from jmp.dtypes import is_half
-from jmp.loss_scaling._gradients import check_loss_scale, scaled_loss
+from jmp.loss_scaling._gradients import value_and_scaled_grad
 from jmp.loss_scaling._scales import LossScale
 from jmp.policy import Policy, get_policy, lowered_to
 from jmp.rules import Rule
@@ -64,7 +64,10 @@ def autocast(
 def autocast(
     *, policy: str | Policy, **options: Unpack[AllOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def autocast(model: Any = None, policy: Any = None, **options: Any) -> Any:
+@or_decorator
+def autocast(
+    model: Any = None, policy: Any = None, *, rules: Sequence[Rule] | None = None, **options: Any
+) -> Any:
     """Returns a view of a model, or a function of models, that computes in mixed precision.
 
     Args:
@@ -102,13 +105,6 @@ def autocast(model: Any = None, policy: Any = None, **options: Any) -> Any:
     >>> loss_fn(model, jnp.ones((1, 2))).dtype
     dtype('float32')
     """
-    return _autocast(model, policy, **options)
-
-
-@or_decorator
-def _autocast(
-    model: Any = None, policy: Any = None, *, rules: Sequence[Rule] | None = None, **options: Any
-) -> Any:
     policies = ModulePolicies(policy, rules, options)
     refuse_other_models(model, "autocast", "model", "flax.nnx", "a model of nnx or a function")
     if isinstance(model, nnx.Module):
@@ -143,7 +139,7 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     dtype('float16')
     """
     policy = get_policy(policy)
-    _check_kind("cast_params", "model", model, nnx.Module)
+    _check_kinds("cast_params", model=model)
     stored = storage_rules(policy, rules)
     copy = nnx.clone(model)
     _nnx_modules.cast_in_place(copy, stored.policy_for)
@@ -165,7 +161,7 @@ def loss_scale(optimizer: nnx.Optimizer[Any]) -> LossScale:
     >>> loss_scale(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
     NoOpLossScale()
     """
-    _check_kind("loss_scale", "optimizer", optimizer, nnx.Optimizer)
+    _check_kinds("loss_scale", optimizer=optimizer)
     return loss_scale_in(nnx.as_pure(optimizer.opt_state))
 
 
@@ -183,7 +179,7 @@ def grads_finite(optimizer: nnx.Optimizer[Any]) -> jax.Array:
     >>> bool(grads_finite(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
     True
     """
-    _check_kind("grads_finite", "optimizer", optimizer, nnx.Optimizer)
+    _check_kinds("grads_finite", optimizer=optimizer)
     return grads_finite_in(nnx.as_pure(optimizer.opt_state))
 
 
@@ -205,8 +201,7 @@ def reset_masters(model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
     >>> float(nnx.as_pure(optimizer.opt_state).masters["bias"][0])
     1.0
     """
-    _check_kind("reset_masters", "model", model, nnx.Module)
-    _check_kind("reset_masters", "optimizer", optimizer, nnx.Optimizer)
+    _check_kinds("reset_masters", model=model, optimizer=optimizer)
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
     opt_state = transforms.reset_masters(nnx.as_pure(optimizer.opt_state), params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
@@ -259,8 +254,7 @@ def train_step(
     """
     if not callable(loss_fn) or isinstance(loss_fn, nnx.Module):
         raise wrong(TypeError, "train_step", loss_fn, "a function", name="loss_fn", more=_ORDER)
-    _check_kind("train_step", "model", model, nnx.Module)
-    _check_kind("train_step", "optimizer", optimizer, nnx.Optimizer)
+    _check_kinds("train_step", model=model, optimizer=optimizer)
     check_is_scaled(nnx.as_pure(optimizer.opt_state), loss_fn, model)
     argnums = nnx.DiffState(0, optimizer.wrt)
     differentiate = scaled_value_and_grad(loss_fn, loss_scale(optimizer), argnums, has_aux)
@@ -332,17 +326,8 @@ def scaled_value_and_grad(
     if not callable(fun) or isinstance(fun, nnx.Module):
         expected = "a function of modules: scaled_value_and_grad(loss_fn, scale)(model)"
         raise wrong(TypeError, "scaled_value_and_grad", fun, expected)
-    check_loss_scale(loss_scale, "scaled_value_and_grad")
-    value_and_grad = nnx.value_and_grad(
-        scaled_loss(fun, loss_scale, has_aux), argnums=argnums, has_aux=True
-    )
-
-    @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
-        return ((value, aux), gradients) if has_aux else (value, gradients)
-
-    return wrapped
+    differentiate = functools.partial(nnx.value_and_grad, argnums=argnums)
+    return value_and_scaled_grad(differentiate, fun, loss_scale, has_aux)
 
 
 def atomic_step(
@@ -378,10 +363,9 @@ def atomic_step(
     >>> int(optimizer.step[...]), bool(jnp.isfinite(model.kernel[...]).all())  # skipped
     (0, True)
     """
-    _check_kind("atomic_step", "model", model, nnx.Module)
-    _check_kind("atomic_step", "optimizer", optimizer, nnx.Optimizer)
+    _check_kinds("atomic_step", model=model, optimizer=optimizer)
     for module in others:
-        _check_kind("atomic_step", "others", module, nnx.Module)
+        _check_kinds("atomic_step", others=module)
     loss_scale(optimizer)  # an order that does not work is refused
     check_is_scaled(nnx.as_pure(optimizer.opt_state), model)
     return _atomic(model, optimizer, list(others))
@@ -418,7 +402,11 @@ def _moved_by_a_step(
     return moved, nnx.as_pure(optimizer.opt_state)
 
 
-def _check_kind(caller: str, name: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
-        more = _ORDER if caller == "train_step" else way_out(value)
-        raise wrong(TypeError, caller, value, f"an nnx.{expected.__name__}", name=name, more=more)
+def _check_kinds(caller: str, **given: object) -> None:
+    """Raises TypeError for an `optimizer` that is no nnx.Optimizer, and for other values that are
+    no nnx.Module."""
+    for name, value in given.items():
+        kind = nnx.Optimizer if name == "optimizer" else nnx.Module
+        if not isinstance(value, kind):
+            more = _ORDER if caller == "train_step" else way_out(value)
+            raise wrong(TypeError, caller, value, f"an nnx.{kind.__name__}", name=name, more=more)

@@ -10,10 +10,11 @@ a training step keeps.
 
 from jmp.diagnostics._comparison import Comparison, LogprobGap, compare, logprob_gap
 from jmp.diagnostics._find_float32 import Float32Scopes, find_float32
+from jmp.diagnostics._gradient_report import gradient_report
 from jmp.diagnostics._memory_report import MemoryReport, compare_memory, memory_report
 from jmp.diagnostics._nonfinite import NonFinite, find_nonfinite
 from jmp.diagnostics._precision_report import PrecisionReport, assert_products_in, precision_report
-from jmp.diagnostics._ranges import Range, RangeReport, gradient_report, range_report
+from jmp.diagnostics._ranges import Range, RangeReport, range_report
 from jmp.diagnostics._skipped_steps import check_skips, metrics
 
 __all__ = [

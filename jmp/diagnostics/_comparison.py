@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp._array_calls import ArrayCall, cotangent, vjp_at
+from jmp._array_calls import Argnums, ArrayCall, cotangent, vjp_at
 from jmp._messages import check_number, described
 from jmp.autocasting._autocast import autocast
-from jmp.diagnostics._base import Report, asked_function, grouped, split_arguments, table
+from jmp.diagnostics._asked import asked_function, split_arguments
+from jmp.diagnostics._reports import Report, grouped, table
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy, get_policy
 from jmp.trees import PyTree, cast_to_at_least_float32, path_string
@@ -211,11 +212,7 @@ def check_positive(number: float, caller: str, name: str, expected: str) -> floa
 
 
 def results_and_gradients(
-    fun: Callable[..., Any],
-    given: Arguments,
-    argnums: int | Sequence[int],
-    scale: float,
-    has_aux: bool = False,
+    fun: Callable[..., Any], given: Arguments, argnums: Argnums, scale: float, has_aux: bool = False
 ) -> Results:
     """Returns results and gradients, by kind and path, from one compiled program.
 
@@ -239,15 +236,14 @@ def results_and_gradients(
         return pair_of(results, "(loss, aux)")
 
     def compute(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
-        results, vjp, aux = vjp_at(of_arrays, arrays, list(positions.values()), has_aux=True)
+        results, vjp, aux = vjp_at(of_arrays, arrays, list(positions.values()))
         gradients = vjp(jax.tree.map(lambda x: cotangent(x, scale / max(1, x.size)), results))
         return (results, aux) if has_aux else results, gradients
 
     results, gradients = jax.jit(compute)(*call.arrays)
-    return {
-        ("result", path_string(path)): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(results)
-    } | dict(zip(positions, gradients, strict=True))
+    leaves = jax.tree_util.tree_leaves_with_path(results)
+    found = {("result", path_string(path)): leaf for path, leaf in leaves}
+    return found | dict(zip(positions, gradients, strict=True))
 
 
 def _refuse_loss_with_aux(results: PyTree) -> None:
@@ -315,15 +311,8 @@ def _error_row(
         relative = error
     elif math.isfinite(error) and reference > 0:
         relative = error / reference
-    return Difference(
-        kind=kind,
-        path=path,
-        elements=elements,
-        error_norm=error,
-        reference_norm=reference,
-        largest_error=float(np.max(largest, initial=0)),  # NumPy keeps a NaN
-        relative_error=relative,
-    )
+    largest_error = float(np.max(largest, initial=0))  # NumPy keeps a NaN
+    return Difference(kind, path, elements, error, reference, largest_error, relative)
 
 
 def cells_of(row: Difference, is_negligible: bool) -> tuple[str, ...]:

@@ -17,23 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall
+from jmp._array_calls import ArrayCall, check_numbers
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._operations import operations_of
 from jmp.autocasting._request import module_paths
 from jmp.autocasting._steps import Plan, steps_of
 from jmp.autocasting.float8 import E4M3
-from jmp.diagnostics._base import (
-    Report,
-    asked_function,
-    check_numbers,
-    half_program,
-    split_arguments,
-    table,
-    without_warnings_of_plans,
-)
+from jmp.diagnostics._asked import asked_function, half_program, split_arguments, without_warnings
 from jmp.diagnostics._comparison import check_positive, comparison_of, results_and_gradients
 from jmp.diagnostics._places import path_in_rules, scopes_path
+from jmp.diagnostics._reports import Report, table
 from jmp.loss_scaling._gradients import scaled_loss
 from jmp.loss_scaling._scales import StaticLossScale
 from jmp.policy import Policy, get_policy
@@ -135,7 +128,7 @@ def find_float32(
         call.floating_within(argnums, "find_float32")
         expected = "the arrays of a training step, outside of jax.jit"
         check_numbers(call.arrays, "find_float32", expected)
-        with without_warnings_of_plans():
+        with without_warnings():
             plan = program.trace(*given).plan
         scopes, asked, of_modules = _scopes_of(plan)
         plan.request.policy_rules.warn_unused()
@@ -150,7 +143,7 @@ def find_float32(
         @functools.cache
         def errors(low: frozenset[str]) -> Errors:
             lowered = autocast(loss, policy, **options, rules=rules_without(low))
-            with without_warnings_of_plans():
+            with without_warnings():
                 found = results_and_gradients(lowered, given, argnums, scale)
             of_all_leaves = comparison_of(policy, scale, found, reference).by_module(0)
             error = {row.kind: _infinite_if_nan(row.relative_error) for row in of_all_leaves}
@@ -224,10 +217,8 @@ class Float32Scopes(Report):
         if self.higher != "float32":
             low, stay = "in float8", "stay out of float8"
         count = len(self.kept)
-        found = f"no scope has to {stay}"
-        if count:
-            found = f"{count} scope{'s' * (count > 1)} must {stay}"
-        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {found}"]
+        must = f"{count} scope{'s' * (count > 1)} must" if count else "no scope has to"
+        lines = [f"{self.policy}, tolerance {self.tolerance:.3g}: {must} {stay}"]
         rows = {"with these rules" if self.rules else "all scopes": self.errors}
         if self.kept:
             lines += ["rules=[", *(f"    {rule!r}," for rule in self.rules), "]"]
@@ -290,10 +281,10 @@ def _without_float8(policy: str | Policy) -> str:
 
 # The search: which scopes to keep out, given the errors of any choice of them.
 
+ErrorsOf = Callable[[frozenset[str]], Errors]
 
-def search(
-    scopes: Sequence[str], errors: Callable[[frozenset[str]], Errors], tolerance: float
-) -> set[str]:
+
+def search(scopes: Sequence[str], errors: ErrorsOf, tolerance: float) -> set[str]:
     """Returns which scopes to keep out of a precision so that the errors are within the tolerance.
 
     Groups of scopes are tried alone in it. A group within the tolerance is done; any other is split

@@ -323,14 +323,14 @@ class Interpreter:
         self._follows_vanishing = follows_vanishing
         self.vanished: list[tuple[Cause, Location]] = []
 
-    def given(self, value: Any, name: str, location: Location) -> Checked:
-        """Checks an argument or a constant; an infinity may be meant, as in a mask."""
+    def given(self, value: Any, kind: str, location: Location, name: str = "") -> Checked:
+        """Checks an "argument" or a "constant"; an infinity may be meant, as in a mask."""
         state = state_of(value)
         if state == FINITE:
             return Checked(value)
-        order, kind = next(self._order) if state == NAN else math.inf, name.split()[0]
-        dtype, read = str(value.dtype), (operand(value),)
-        return Checked(value, Cause(order, kind, name, dtype, state, location, read))
+        order = next(self._order) if state == NAN else math.inf
+        what, dtype, read = f"{kind} {name}".rstrip(), str(value.dtype), (operand(value),)
+        return Checked(value, Cause(order, kind, what, dtype, state, location, read))
 
     def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
@@ -342,19 +342,19 @@ class Interpreter:
         def reader_of(variable: Any) -> JaxprEqn | None:
             return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
 
-        def step(equation: JaxprEqn, operands: list[Checked]) -> list[Checked]:
-            return self._step(operands, here.at(equation))
-
+        step = lambda equation, operands: self._step(operands, here.at(equation))
         pairs = zip(constants, jaxpr.constvars, strict=True)
         inputs[:0] = [given(constant, reader_of(variable)) for constant, variable in pairs]
         return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
         name = here.equation.primitive.name
-        ways = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        ways["shard_map"] = self._shard_map
-        other = self._call if name in _jax_compat.CALLS else self._operation
-        return ways.get(name, other)(inputs, here)
+        if name == "shard_map":
+            return self._shard_map(inputs, here)
+        if name in _jax_compat.CALLS:
+            return self._call(inputs, here)
+        followed = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        return followed.get(name, self._operation)(inputs, here)
 
     def _operation(
         self,
@@ -393,10 +393,8 @@ class Interpreter:
                 is_whole = look is not None or has_kind(equation.primitive.name)
                 outer = self._made(inputs, max(states), here, is_whole)
             causes = [cause or outer for cause in causes]
-        return [
-            Checked(result, cause if state else None)
-            for result, state, cause in zip(results, states, causes, strict=True)
-        ]
+        checked = zip(results, states, causes, strict=True)
+        return [Checked(result, cause if state else None) for result, state, cause in checked]
 
     def _made(self, inputs: list[Checked], state: int, here: Location, is_whole: bool) -> Cause:
         """Returns this equation as a cause."""

@@ -23,17 +23,9 @@ from jmp._messages import wrong
 from jmp.autocasting._autocast import autocast
 from jmp.autocasting._numbers import shape_of, size_of
 from jmp.autocasting._propagation import Propagation, WayInside
-from jmp.diagnostics._base import (
-    Report,
-    added_up,
-    asked_function,
-    first_rows,
-    size,
-    split_arguments,
-    table,
-    totals,
-)
+from jmp.diagnostics._asked import asked_function, split_arguments
 from jmp.diagnostics._places import path_of, users_line
+from jmp.diagnostics._reports import Report, added_up, first_rows, size, table, totals
 from jmp.dtypes import is_castable
 from jmp.loss_scaling._gradients import pair_of
 from jmp.policy import Policy
@@ -122,7 +114,7 @@ def memory_report(
             return result, [leaf for leaf in jax.tree.leaves(aux) if is_array(leaf)]
 
         def step(*arrays: Any) -> Any:
-            result, vjp, aux = vjp_at(loss, arrays, moving, has_aux=True)
+            result, vjp, aux = vjp_at(loss, arrays, moving)
             return result, vjp(jax.tree.map(lambda x: cotangent(x, 1), result)), aux
 
         traced = jax.jit(step).trace(*call.arrays)
@@ -361,10 +353,7 @@ def residuals(
     """
     positions = list(parameters)
     weights = {*positions, *frozen}
-
-    def leaves(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(vjp_at(function, arrays, positions, has_aux=True)[1])
-
+    leaves = lambda *arrays: jax.tree.leaves(vjp_at(function, arrays, positions)[1])
     jaxpr, _ = _jax_compat.open_jaxpr(jax.make_jaxpr(leaves)(*arguments))
     names = ["parameters" if i in weights else "data" for i in range(len(jaxpr.invars))]
     inputs = [Provenance("", "", "argument", frozenset([name])) for name in names]

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jmp import _jax_compat
-from jmp._array_calls import ArrayCall
+from jmp._array_calls import ArrayCall, check_numbers
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._request import AUTOCAST
-from jmp.diagnostics._base import Report, asked_function, check_numbers, split_arguments
+from jmp.diagnostics._asked import asked_function, split_arguments
 from jmp.diagnostics._interpreter import Cause, Interpreter, Location, Operand, earliest
 from jmp.diagnostics._places import path_in_rules, scopes_path, users_line
+from jmp.diagnostics._reports import Report
 
 
 def find_nonfinite(
@@ -73,7 +74,7 @@ def find_nonfinite(
         operands = []
         for array, (first, *path) in zip(call.arrays, call.paths, strict=True):
             name = ("args", "kwargs")[first.idx] + jax.tree_util.keystr(tuple(path))
-            operands.append(interpreter.given(array, f"argument {name}", Location()))
+            operands.append(interpreter.given(array, "argument", Location(), name))
         results = interpreter.run(jax.make_jaxpr(call.results)(*call.arrays), operands, Location())
         cause = earliest(x.cause for x in results)
         if cause is not None:
@@ -255,24 +256,23 @@ def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> Iterator[str]:
 
 def _cure_of_an_overflow(cause: Cause) -> Iterator[str]:
     largest, rule = float(jnp.finfo(cause.dtype).max), rule_for(cause.name)
-    is_exp, ends_early = cause.name == "exp", _ends_early(cause)
-    if is_exp:
+    if cause.name == "exp":
         yield f"exp overflows {cause.dtype} above {math.log(largest):.4g}."
-    else:
-        yield f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
-    is_gradient = ends_early and cause.location.is_backward and not is_exp
-    if ends_early and not is_gradient:
-        yield _keep_in_float32(cause)
-    if is_exp:
+        if _ends_early(cause):
+            yield _keep_in_float32(cause)
         yield CURES["exp"]
-    elif not ends_early:
+        return
+    yield f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
+    if not _ends_early(cause):
         yield CURES["growth"]
-    elif is_gradient:
+    elif cause.location.is_backward:
         yield CURES["loss scale"]
-    elif rule.casts:
-        yield CURES["cast"]
-    elif rule.category is Category.LOW:
-        yield CURES["product"]
+    else:
+        yield _keep_in_float32(cause)
+        if rule.casts:
+            yield CURES["cast"]
+        elif rule.category is Category.LOW:
+            yield CURES["product"]
 
 
 def _ends_early(cause: Cause) -> bool:

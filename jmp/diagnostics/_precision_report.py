@@ -22,20 +22,9 @@ from jmp.autocasting._operations import decisions_of, is_product
 from jmp.autocasting._passes import target_of
 from jmp.autocasting._propagation import walk
 from jmp.autocasting._steps import steps_of
-from jmp.diagnostics._base import (
-    FLOAT8,
-    HALVES,
-    Report,
-    added_up,
-    asked_function,
-    grouped,
-    half_program,
-    split_arguments,
-    table,
-    totals,
-    without_warnings_of_plans,
-)
+from jmp.diagnostics._asked import asked_function, half_program, split_arguments, without_warnings
 from jmp.diagnostics._places import module_and_line, place_name
+from jmp.diagnostics._reports import FLOAT8, HALVES, Report, added_up, grouped, table, totals
 from jmp.diagnostics._rows import Row, hazards_of, rows_with_operations, with_repeated
 from jmp.dtypes import floating_dtype
 from jmp.policy import Policy, get_policy
@@ -81,7 +70,7 @@ def precision_report(
     program = half_program("precision_report", fun, policy, options)
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
-        with without_warnings_of_plans():
+        with without_warnings():
             traced = program.trace(*split_arguments(*args, **kwargs), stands_for_numbers)
             return _report(traced, str(get_policy(policy)))
 

@@ -1,54 +1,27 @@
-"""Between which powers of two numbers lie: those of a tree, and those of a training step.
+"""`range_report`: between which powers of two the numbers of arrays lie.
 
 `exponents` counts them on the device. It reads bit patterns, in integer arithmetic: XLA may flush
 subnormal floats to zero as soon as it computes with them, and then they could not be told from
 zeros. A `Range` is the count of one tensor, and says what a half type does to it; a `RangeReport`
-has one for each tensor. `range_report` makes it of a tree.
-
-`gradient_report` makes it of a loss and its gradient. A *tap* follows each product, reduction and
-exponential. It is the identity; its backward pass hands the cotangent on, and sends the counts of
-value and cotangent to the host. So only values on the way from the parameters to the loss are
-counted, each turn of a loop and only the branch that runs; and remat, jit and shardings need no
-code here.
+has one for each tensor. `range_report` makes it of a tree, and `_gradient_report` of a step.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmp import _jax_compat
-from jmp._array_calls import ArrayCall
 from jmp._messages import described, listed, wrong
-from jmp.autocasting._autocast import autocast
-from jmp.autocasting._emit import as_if_differentiated
-from jmp.autocasting._propagation import inner_equations
-from jmp.diagnostics._base import (
-    FLOAT8,
-    HALVES,
-    Report,
-    asked_function,
-    first_rows,
-    split_arguments,
-    table,
-    totals,
-)
-from jmp.diagnostics._interpreter import REPLAYED_INSIDE, replay
-from jmp.diagnostics._places import path_of, users_line
-from jmp.diagnostics._rows import kind_of_row
-from jmp.dtypes import floating_dtype, is_half
-from jmp.loss_scaling._gradients import scaled_loss
-from jmp.loss_scaling._scales import StaticLossScale
-from jmp.policy import Policy, get_policy
+from jmp.diagnostics._asked import split_arguments
+from jmp.diagnostics._reports import FLOAT8, HALVES, Report, first_rows, table, totals
+from jmp.dtypes import floating_dtype
 from jmp.transforms import decode_state
 from jmp.trees import PyTree, as_jax_array, is_array, path_string
 
@@ -289,23 +262,21 @@ def range_report(tree: PyTree) -> "RangeReport":
     >>> report.best_scale("float16")
     16384.0
     """
-    ((tree,), _), given = split_arguments(tree), tree
-    tree = decode_state(tree)
+    (values,), _ = split_arguments(tree)
     with jax.enable_x64(True):  # float64 leaves of NumPy stay; a count may exceed 2**31
         leaves = [
             (path_string(path), as_jax_array(leaf))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(decode_state(values))
             if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
         counts = jax.device_get([_count(leaf) for _, leaf in leaves])
-    if not leaves and callable(given):
+    if not leaves and callable(tree):
         expected = "a tree of arrays, such as parameters"
         more = " To count the values in a loss use gradient_report(loss_fn)(*args)."
-        raise wrong(TypeError, "range_report", given, expected, more=more)
+        raise wrong(TypeError, "range_report", tree, expected, more=more)
     pairs = zip(leaves, counts, strict=True)
-    return RangeReport(
-        tuple(row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
-    )
+    rows = (row_of("value", path, str(leaf.dtype), count) for (path, leaf), count in pairs)
+    return RangeReport(tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,20 +316,14 @@ class RangeReport(Report):
         rows = self.counting(role)
         if not rows:
             known = ", ".join(map(repr, self.roles)) or "no rows at all"
-            raise ValueError(
-                f"The report has no rows of the role {described(role)}; it has {known}."
-            )
+            got = described(role)
+            raise ValueError(f"The report has no rows of the role {got}; it has {known}.")
         counts = totals(pair for row in rows for pair in row.counts.items())
-        return Range(
-            role,
-            path="",
-            dtype=", ".join(dict.fromkeys(row.dtype for row in rows)),
-            counts=dict(sorted(counts.items())),
-            zeros=sum(row.zeros for row in rows),
-            infinities=sum(row.infinities for row in rows),
-            nans=sum(row.nans for row in rows),
-            scale=rows[0].scale,
-        )
+        dtype = ", ".join(dict.fromkeys(row.dtype for row in rows))
+        names = ("zeros", "infinities", "nans")
+        zeros, infinities, nans = (sum(getattr(row, name) for row in rows) for name in names)
+        by_exponent = dict(sorted(counts.items()))
+        return Range(role, "", dtype, by_exponent, zeros, infinities, nans, rows[0].scale)
 
     @property
     def float8_cotangents(self) -> list[Range]:
@@ -385,10 +350,8 @@ class RangeReport(Report):
         """
         limits = limits_of(dtype or self.dtype)
         rows = [row for role in SCALED for row in self.counting(role)]
-        if any(row.infinities or row.nans for row in rows):
-            return None
         largest = [max(row.counts) - exponent_of(row.scale) for row in rows if row.counts]
-        if not largest:
+        if not largest or any(row.infinities or row.nans for row in rows):
             return None
         exponent = limits.largest - MARGIN - max(largest)
         return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
@@ -449,153 +412,3 @@ def _shares(row: Range, dtype: str) -> tuple[str, ...]:
 
 def _power(scale: float) -> str:
     return f"2^{exponent_of(scale)}"
-
-
-# A training step.
-
-
-# Counts of values and of their cotangents, an array int[2, ...] for each run of a tap, by place:
-# path of modules or name scopes, dtype, operation, source.
-Counts = dict[tuple[str, str, str, str], list[Any]]
-
-
-def gradient_report(
-    loss_fn: Callable[..., Any],
-    policy: str | Policy | None = None,
-    *early: Any,
-    scale: float = 1.0,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., RangeReport]:
-    """Returns a function that measures the ranges of a loss's gradient computation.
-
-    Called with `loss_fn`'s arguments it runs the loss and its gradient once, and counts parameters,
-    gradients, activations and activation gradients by powers of two. Activations are the results of
-    products, reductions and exponentials on the way from the parameters to the loss. Under a policy
-    with float8 products it also counts what the rounding to float8 loses of their cotangents.
-
-    Args:
-      loss_fn: any function that JAX can trace and differentiate, returning a real floating scalar.
-      policy: measures `jmp.autocast(loss_fn, policy)`, and the activations that it stores in half:
-        this is what a half type *does* lose. Without a policy `loss_fn` is measured as it is: in
-        float32 this is what a half type *would* lose.
-      scale: a loss scale, a power of two. The float32 loss is multiplied by it.
-      argnums, has_aux: as in `jax.value_and_grad`. All floating leaves of these arguments are
-        differentiated; they may have other leaves too (integers, keys).
-      options: further options of `jmp.autocast`; they need a policy.
-
-    Returns: a function that returns a `RangeReport`. Its counts are exact if no tensor has 2**31
-      elements. In several processes only the first one has the activations.
-
-    Raises: ValueError for a scale that is no power of two, or arguments without a floating array to
-      differentiate; TypeError for a loss that is no real floating scalar, and for the arguments of
-      `loss_fn` in the first call.
-
-    >>> def loss(w, x):
-    ...     return 1e-6 * jnp.mean(jnp.tanh(x @ w) ** 2)
-    >>> w, x = jnp.ones((4, 4)) / 8, jnp.ones((2, 4))
-    >>> report = gradient_report(loss)(w, x)
-    >>> report.total("activation gradient").shares("float16").subnormal
-    1.0
-    >>> scaled = gradient_report(loss, "mixed_float16", scale=2.0**10)(w, x)
-    >>> scaled.total("activation gradient").shares("float16").normal
-    1.0
-    """
-    call = "gradient_report(loss_fn, policy)(*args)"
-    loss_fn = asked_function(call, loss_fn, early, policy, options)
-    exponent_of(scale)  # refuses what is no power of two
-    compute_dtype = np.dtype(np.float32 if policy is None else get_policy(policy).compute_dtype)
-    half = compute_dtype if is_half(compute_dtype) else None
-    if policy is not None:
-        loss_fn = autocast(loss_fn, policy, **options)
-    scaled = scaled_loss(loss_fn, StaticLossScale(scale), has_aux)
-
-    def report(*args: Any, **kwargs: Any) -> RangeReport:
-        call = ArrayCall(scaled, *split_arguments(*args, **kwargs))
-        arrays = call.arrays
-        paths = call.floating_within(argnums, "gradient_report")
-        with as_if_differentiated():
-            closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
-        counts: Counts = {}
-        step = counting_step(closed, list(paths), counts, half)
-        own, gradients = jax.device_get(jax.jit(step)(*arrays))
-        jax.effects_barrier()  # all counts have come
-        rows = []
-        for role, found, in_them in (("parameter", own, 1.0), ("gradient", gradients, scale)):
-            for (i, path), counted in zip(paths.items(), found, strict=True):
-                rows.append(row_of(role, path, str(arrays[i].dtype), counted, in_them))
-        for index, role, in_them in ((0, "activation", 1.0), (1, "activation gradient", scale)):
-            for (path, dtype, *where), runs in counts.items():
-                if runs:  # else no gradient reaches it
-                    total: Any = np.sum([run[index] for run in runs], axis=0, dtype=np.int64)
-                    rows.append(row_of(role, path, dtype, total, in_them, *where))
-        return RangeReport(tuple(rows), str(half or "float16"))
-
-    return report
-
-
-def counting_step(
-    closed: Any, positions: list[int], counts: Counts, dtype: Any = None
-) -> Callable[..., Any]:
-    """Returns a function of arrays that counts parameters, those at `positions`, and gradients.
-
-    When it runs, `counts` gets the counts of activations. For these it has a tap behind each
-    operation that has a row in precision reports. Equations that are bound as a whole (a custom
-    derivative, a kernel, shard_map) are tapped at their outputs if such an operation is inside.
-
-    Args:
-      closed: the jaxpr of a loss.
-      dtype: only results that are stored in this dtype are tapped; None for all.
-    """
-
-    def tapped(equations: tuple[JaxprEqn, ...], results: list[Any]) -> list[Any]:
-        operation = _operation_of(equations[-1])
-        if operation is None:
-            return results
-        found = []
-        for result in results:
-            if jnp.issubdtype(result.dtype, jnp.inexact) and dtype in (None, result.dtype):
-                place = path_of(equations), str(result.dtype), operation, users_line(equations)
-                result = _tap(result, counts.setdefault(place, []).append)
-            found.append(result)
-        return found
-
-    def loss(*arrays: Any) -> Any:
-        return replay(closed, arrays, tapped)[0]
-
-    def step(*arrays: Any) -> Any:
-        gradients = jax.grad(loss, positions)(*arrays)
-        return [exponents(arrays[i]) for i in positions], list(map(exponents, gradients))
-
-    return step
-
-
-def _operation_of(equation: JaxprEqn) -> str | None:
-    """Returns the name of the operation whose results an equation has; None if none is counted."""
-    name = equation.primitive.name
-    if kind_of_row(equation) is not None:
-        return name
-    if name in REPLAYED_INSIDE or not any(map(kind_of_row, inner_equations(equation))):
-        return None
-    if any(str(getattr(x.aval, "dtype", "")) == FLOAT8 for x in equation.invars):
-        return FLOAT8_PRODUCT
-    return _jax_compat.called_name(equation)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _tap(value: Any, send: Callable[[Any], None]) -> Any:
-    return value
-
-
-def _forward(value: Any, send: Callable[[Any], None]) -> tuple[Any, Any]:
-    # The counts are kept and not the value: a tap makes nothing live longer than it did.
-    return value, exponents(value)
-
-
-def _backward(send: Callable[[Any], None], counted: Any, cotangent: Any) -> tuple[Any]:
-    jax.debug.callback(send, jnp.stack([counted, exponents(cotangent)]))
-    return (cotangent,)
-
-
-_tap.defvjp(_forward, _backward)

@@ -20,8 +20,9 @@ from jmp.autocasting._precision import asked_for, precision_of
 from jmp.autocasting._products import WHY_EXACT, products_that_wrap
 from jmp.autocasting._registry import Category, rule_for
 from jmp.autocasting._steps import Plan, Single, steps_of
-from jmp.diagnostics._base import FLOAT8, HALVES, added_up, grouped
+from jmp.autocasting.float8._passes import sizes_of
 from jmp.diagnostics._places import module_and_line, place_name
+from jmp.diagnostics._reports import FLOAT8, HALVES, added_up, grouped
 
 # The primitives whose floating-point operations are counted.
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -140,11 +141,10 @@ def flops_of(equation: JaxprEqn) -> int:
     name, params = equation.primitive.name, equation.params
     if name not in PRODUCTS:
         return 0
+    if name == "dot_general":
+        return 2 * math.prod(sizes_of(equation.invars, params))
     left, right = map(_shape_of, equation.invars[:2])
     results = math.prod(_shape_of(equation.outvars[0]))
-    if name == "dot_general":
-        (summed, _), _ = params["dimension_numbers"]
-        return 2 * results * math.prod(left[axis] for axis in summed)
     if name == "conv_general_dilated":
         outputs = right[params["dimension_numbers"].rhs_spec[0]]
         # Zeros between the elements of a dilated input are not multiplied (strided gradients).
@@ -161,22 +161,13 @@ def tensor_core_sizes(equation: JaxprEqn) -> dict[str, int]:
     """
     if equation.primitive.name != "dot_general":
         return {}
-    (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    left, right = map(_shape_of, equation.invars)
-    sizes = {
-        "rows": _size_of_others(left, (*left_summed, *left_batch)),
-        "columns": _size_of_others(right, (*right_summed, *right_batch)),
-        "summed elements": math.prod(left[axis] for axis in left_summed),
-    }
+    rows, columns, summed, _ = sizes_of(equation.invars, equation.params)
+    sizes = {"rows": rows, "columns": columns, "summed elements": summed}
     return {} if 1 in sizes.values() else sizes
 
 
 def _shape_of(atom: Any) -> Shape:
     return tuple(map(length_of, atom.aval.shape))
-
-
-def _size_of_others(shape: Shape, axes: Shape) -> int:
-    return math.prod(size for axis, size in enumerate(shape) if axis not in axes)
 
 
 # Hazards.
@@ -224,13 +215,12 @@ def in_the_wrong_dtype(rows: list[Row], half: str) -> Iterator[str]:
     """
     for row in rows:
         in_half = row.dtype_in in HALVES
+        is_meant = row.dtype_in in (half, FLOAT8) or row.precision == "HIGHEST"
         if row.kind == "reduction" and in_half:
             yield f"{_at(row)} adds up in {row.dtype_in}: small terms are lost"
         elif row.kind == "exponential" and in_half:
             yield f"{_at(row)} runs in {row.dtype_in}: it overflows, or loses all digits"
-        elif row.kind == "product" and not (
-            row.dtype_in in (half, FLOAT8) or row.precision == "HIGHEST"
-        ):
+        elif row.kind == "product" and not is_meant:
             yield f"{_at(row)} multiplies in {row.dtype_in}: {row.why}"
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jmp._array_calls import check_numbers
 from jmp._messages import check_number, described
-from jmp.diagnostics._base import check_numbers
 from jmp.loss_scaling._scales import StaticLossScale
 from jmp.transforms import WithLossScaleState
 from jmp.transforms._loss_scaling import find_loss_scaling

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp._array_calls import argument_numbers, replaced
+from jmp._array_calls import Argnums, argument_numbers, replaced
 from jmp._jax_compat import varying_axes
 from jmp._messages import check_function, check_number, described, listed, shape_text, wrong
 from jmp.dtypes import FLOAT32, at_least_float32, floating_dtype, is_castable
@@ -139,9 +139,8 @@ def accumulated_value_and_grad(
         gradients = jax.tree.map(lambda g: g.astype(dtype_of(g)), gradients)
         if skip == "micro_batch":  # selected: a product with zero would keep what is not finite
             good = agreed(all_finite(found), loss_scale, "auto", apart=axes)
-            gradients, value, count = jax.tree.map(
-                lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), (gradients, value, count)
-            )
+            select = lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf))
+            gradients, value, count = jax.tree.map(select, (gradients, value, count))
         return gradients, (value, count, aux)
 
     @functools.wraps(fun)
@@ -298,9 +297,7 @@ def _check_same_along(axes: Sequence[str], leaves: Sequence[tuple[str, Any]]) ->
             )
 
 
-def _batch_numbers(
-    batch_argnums: int | Sequence[int], argnums: int | Sequence[int], count: int
-) -> list[int]:
+def _batch_numbers(batch_argnums: Argnums, argnums: Argnums, count: int) -> list[int]:
     """Returns the numbers of the arguments that hold rows, in the order given.
 
     Args:

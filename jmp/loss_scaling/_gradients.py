@@ -84,13 +84,30 @@ def scaled_value_and_grad(
     """
     caller = "scaled_value_and_grad"
     check_function(fun, caller, f"{caller}(loss_fn, loss_scale)(*args)")
-    check_loss_scale(loss_scale, caller)
-    scaled = scaled_loss(fun, loss_scale, has_aux)
-    value_and_grad = jax.value_and_grad(scaled, argnums, has_aux=True)
+    differentiate = functools.partial(jax.value_and_grad, argnums=argnums)
+    unchecked = value_and_scaled_grad(differentiate, fun, loss_scale, has_aux)
 
     @functools.wraps(fun)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
         check_parameters(args, argnums, caller)
+        return unchecked(*args, **kwargs)
+
+    return wrapped
+
+
+def value_and_scaled_grad(
+    differentiate: Callable[..., Any], fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function of the value of `fun`, and of gradients of the value times its scale.
+
+    Args:
+      differentiate: `jax.value_and_grad`, or what a framework has in its place.
+    """
+    check_loss_scale(loss_scale, "scaled_value_and_grad")
+    value_and_grad = differentiate(scaled_loss(fun, loss_scale, has_aux), has_aux=True)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         (_, (value, aux)), gradients = value_and_grad(*args, **kwargs)
         return ((value, aux), gradients) if has_aux else (value, gradients)
 
@@ -191,9 +208,8 @@ def check_parameters(args: Sequence[Any], argnums: int | Sequence[int], caller: 
     for model in (args[n] for n in numbers if -len(args) <= n < len(args)):
         framework = framework_of(model)
         is_tree = framework != "flax.nnx" and all(map(is_inexact_array, jax.tree.leaves(model)))
-        if framework is None or is_tree:
-            continue
-        raise TypeError(
-            f"{caller} got {described(model)} of {framework}; expected a tree of parameters."
-            f"{_STEPS.get(framework, '')}"
-        )
+        if framework is not None and not is_tree:
+            raise TypeError(
+                f"{caller} got {described(model)} of {framework}; expected a tree of parameters."
+                f"{_STEPS.get(framework, '')}"
+            )

@@ -198,6 +198,7 @@ class StaticLossScale(LossScale):
 
 _LARGEST_FACTOR = 2.0**127  # the largest power of two that float32 has
 _LARGEST_COUNT = 2**31 - 1  # of int32
+_COUNT = {"leaf": jnp.dtype("int32")}
 # A scale that a checkpoint brought as NaN, zero or the like goes on from here: if it is too large,
 # a few steps are skipped; if it is too small, gradients underflow for thousands of steps.
 _RESTART = 2.0**15
@@ -246,7 +247,7 @@ class DynamicLossScale(LossScale):
     """
 
     loss_scale: Any = dataclasses.field(default=2.0**15, metadata={"leaf": jnp.dtype("float32")})
-    counter: Any = dataclasses.field(default=0, metadata={"leaf": jnp.dtype("int32")})
+    counter: Any = dataclasses.field(default=0, metadata=_COUNT)
     period: float = 2000
     factor: float = 2
     min_loss_scale: float = 1.0
@@ -256,9 +257,8 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         own = vars(self)  # the fields of a frozen class
-        own["period"] = check_number(
-            self.period, "period", "a number of steps of at least 1", lambda n: n >= 1
-        )
+        expected = "a number of steps of at least 1"
+        own["period"] = check_number(self.period, "period", expected, lambda n: n >= 1)
         own["factor"] = _growth(self.factor, "factor")
         floor = own["min_loss_scale"] = _scale_bound(self.min_loss_scale, "min_loss_scale")
         ceiling = _scale_bound(self.max_loss_scale, "max_loss_scale")
@@ -350,9 +350,7 @@ class HysteresisLossScale(DynamicLossScale):
     """
 
     hysteresis: int = dataclasses.field(default=2, kw_only=True)
-    tolerance: Any = dataclasses.field(
-        default=None, kw_only=True, metadata={"leaf": jnp.dtype("int32")}
-    )
+    tolerance: Any = dataclasses.field(default=None, kw_only=True, metadata=_COUNT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -540,9 +538,7 @@ def _step_count(value: Any, name: str) -> jax.Array:
     return jnp.asarray(count).astype(jnp.int32)
 
 
-def _check_leaf(
-    value: Any, name: str, expected: str, are_right: Callable[[np.ndarray], np.ndarray]
-) -> None:
+def _check_leaf(value: Any, name: str, expected: str, are_right: Callable[[Any], Any]) -> None:
     """Raises TypeError for what is no number, or one for each member; ValueError for wrong ones."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number and not (is_array(value) and jnp.issubdtype(value.dtype, np.number)):

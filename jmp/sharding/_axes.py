@@ -88,9 +88,7 @@ def axis_names(given: object, name: str, caller: str) -> Names:
     return tuple(dict.fromkeys(sorted(names) if isinstance(names, Set) else names))
 
 
-def agreed(
-    flag: jax.Array, shared: PyTree, axis_name: AxisName, apart: Sequence[str] = ()
-) -> jax.Array:
+def agreed(flag: jax.Array, shared: PyTree, axis_name: AxisName, apart: Names = ()) -> jax.Array:
     """Returns whether `flag` holds on every device that shares the tree `shared`.
 
     Args:
@@ -119,7 +117,6 @@ def axes_of_each(values: Sequence[jax.Array], shared: PyTree, axis_name: AxisNam
         return [tuple(sorted(varying_axes(value).difference(*own))) for value in values]
     names = axis_names(axis_name, "axis_name", "agreed")
     # Where a value is known not to vary there is nothing to add up, and JAX may refuse to.
-    return [
-        tuple(n for n in names if not (tracked and n in mapped and n not in varying_axes(value)))
-        for value in values
-    ]
+    known = mapped if tracked else ()
+    varying = map(varying_axes, values)
+    return [tuple(n for n in names if n not in known or n in axes) for axes in varying]

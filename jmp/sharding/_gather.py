@@ -31,6 +31,7 @@ from jmp.sharding._axes import Names, are_tracked, made_varying, mapped_axes, na
 from jmp.trees import PyTree, as_jax_array, is_floating, path_string
 
 T = TypeVar("T")
+Move = Callable[[jax.Array], jax.Array]  # from device to device
 
 CALLER = "jmp.gather_params"
 _FEWEST_DIMENSIONS = 2  # of what JAX's products take as `reduced`; sums of vectors refuse it
@@ -225,12 +226,7 @@ def _dtypes_of_sums(
     return cast_to, Wire(send_in, add_in, _castable(return_dtype, "return_dtype", add_in))
 
 
-def _moved(
-    array: jax.Array,
-    dtype: np.dtype,
-    send: Callable[[jax.Array], jax.Array],
-    add_up: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+def _moved(array: jax.Array, dtype: np.dtype, send: Move, add_up: Move) -> jax.Array:
     """Sends an array in `dtype`.
 
     Args:
@@ -242,9 +238,7 @@ def _moved(
     def move(array: jax.Array) -> jax.Array:
         return send(array.astype(dtype))
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (add_up(cotangent).astype(array.dtype),)
-
+    backward = lambda _, cotangent: (add_up(cotangent).astype(array.dtype),)
     move.defvjp(lambda array: (move(array), None), backward)
     return move(array)
 
@@ -403,17 +397,17 @@ def _gathered_by_type(
             PrecisionWarning,
             stacklevel=3,
         )
-    results = []
-    for parameter, target in zip(parameters, targets, strict=True):
+
+    def gathered(parameter: Parameter, target: list[Names]) -> jax.Array:
         array, partitions = parameter.array, [names or None for names in target]
         # The cotangent of what is `reduced` arrives as one part a device, not yet added up.
         reduced = data if adds_in_another and array.ndim >= _FEWEST_DIMENSIONS else frozenset()
         whole = NamedSharding(mesh, PartitionSpec(*partitions, reduced=reduced))
         if reduced:
-            results.append(_moved_by_type(array, whole, dtype, wire))
-        else:
-            results.append(jax.sharding.reshard(array.astype(dtype), whole))
-    return results
+            return _moved_by_type(array, whole, dtype, wire)
+        return jax.sharding.reshard(array.astype(dtype), whole)
+
+    return list(map(gathered, parameters, targets))
 
 
 def _moved_by_type(

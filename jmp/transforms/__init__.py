@@ -17,8 +17,8 @@ The files, in an order in which to read them:
 2. `_wrapping`: what each transformation here does with the optimizer inside it, how our states are
    found inside of others, and the orders of transformations that fail. `_placement` puts a new
    state on the devices of the parameters.
-3. `_half_parameters`: how half parameters are stored: the interface, the step, the four ways, and
-   how the float32 values are read and set.
+3. `_parameter_storage`: how a half parameter stores a float32 value: the interface, and the step.
+   `_half_parameters` has the four ways to do so; `_masters` reads and sets the values.
 4. `_stored_state`: moments in one or two bytes a number; `_encodings` has the arithmetic.
 5. `_rounding`: rounding to fewer bits, and random bits. `_few_kernels`: the forms of a step that
    compile to few kernels. `_clipping` stands by itself.
@@ -31,9 +31,6 @@ from jmp.transforms._half_parameters import (
     WithMasterParamsState,
     WithSplitMastersState,
     WithStochasticRoundingState,
-    masters,
-    reset_masters,
-    set_masters,
     with_kahan_summation,
     with_master_params,
     with_split_masters,
@@ -46,6 +43,7 @@ from jmp.transforms._loss_scaling import (
     set_loss_scale,
     with_loss_scale,
 )
+from jmp.transforms._masters import masters, reset_masters, set_masters
 from jmp.transforms._placement import state_shardings
 from jmp.transforms._stored_state import (
     WithStoredStateState,

@@ -49,20 +49,20 @@ def clip_by_global_norm(
     >>> updates["w"]
     Array([0.6, 0.8], dtype=float32)
     """
+    caller = "clip_by_global_norm"
     if not isinstance(max_norm, jax.core.Tracer):
         expected = (
             "a number above zero, such as 1.0, or infinity to clip nothing: a negative norm turns "
             "gradients round, and with zero nothing trains"
         )
-        caller, is_right = "clip_by_global_norm", lambda n: n > 0
-        max_norm = check_number(max_norm, caller, expected, is_right, name="max_norm")
-    axis_names(axis_name, "axis_name", "clip_by_global_norm")
+        max_norm = check_number(max_norm, caller, expected, lambda n: n > 0, name="max_norm")
+    axis_names(axis_name, "axis_name", caller)
     on_one_device = optax.clip_by_global_norm(max_norm)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        refuse_unreduced(updates, "clip_by_global_norm")
+        refuse_unreduced(updates, caller)
         leaves = filter(is_inexact_array, jax.tree.leaves(updates))
         squared = list(map(as_jax_array, leaves))
         axes = axes_of_each(squared, (), axis_name)

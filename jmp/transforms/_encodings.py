@@ -141,9 +141,8 @@ def _codes_of_rows(
     top = 2.0**128 * (1 - 2.0 ** -(facts.nmant + 1))
     exponent = _exponent(jnp.maximum(highest, lowest), float(facts.max))[..., None]
     size = jnp.clip(value, -top, top) * _exp2(-exponent)
-    code = _not_lost(
-        code_of(bits, size, facts.nmant, facts.minexp), value, ~(lowest <= 0)[..., None]
-    )
+    code = code_of(bits, size, facts.nmant, facts.minexp)
+    code = _not_lost(code, value, ~(lowest <= 0)[..., None])
     pattern = {8: jnp.uint8, 16: jnp.uint16}[facts.bits]
     largest, infinity, nan = (
         jnp.uint32(np.asarray(x, facts.dtype).view(pattern)) for x in (facts.max, np.inf, np.nan)

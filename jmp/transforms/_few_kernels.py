@@ -61,20 +61,15 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
         else:
             alike[leaf.shape].append(leaf)
 
-    checks = [
-        jnp.isfinite(jnp.concatenate(group)).all()
-        for same_dtype in small.values()
-        for group in chunks(same_dtype, SMALL_TOGETHER)
-    ]
-    together = [
-        functools.reduce(jnp.logical_and, map(jnp.isfinite, group))
-        for same_shape in alike.values()
-        for group in chunks(same_shape, SAME_SHAPE_TOGETHER)
-    ]
-    in_rows = [each for each in together if _row_count(each)]
+    of_small = (group for same in small.values() for group in chunks(same, SMALL_TOGETHER))
+    checks = [jnp.isfinite(jnp.concatenate(group)).all() for group in of_small]
+    of_alike = (group for same in alike.values() for group in chunks(same, SAME_SHAPE_TOGETHER))
+    together = [functools.reduce(jnp.logical_and, map(jnp.isfinite, group)) for group in of_alike]
+    in_rows = [each for each in together if _row_count(each) > 1]
+    at_once = [each for each in together if _row_count(each) == 1]
     if len(in_rows) < FEWEST_IN_ROWS:
-        in_rows = []
-    checks += [each.all() for each in together if not (in_rows and _row_count(each))]
+        in_rows, at_once = [], together
+    checks += [each.all() for each in at_once]
     if in_rows:
         rows = [each.reshape(_row_count(each), -1).all(axis=1) for each in in_rows]
         # Without the barrier XLA would check each by itself again.
@@ -82,8 +77,8 @@ def gradients_finite(gradients: PyTree) -> jax.Array:
     return jnp.stack(checks).all() if checks else jnp.array(True)
 
 
-def _row_count(checked: jax.Array) -> int | None:
-    """Returns in how many equal parts to check a matrix first; None for what to check at once.
+def _row_count(checked: jax.Array) -> int:
+    """Returns in how many equal parts to check a matrix first; 1 for what to check at once.
 
     To reduce a large array to one flag takes XLA two kernels, of which the second is tiny. Matrices
     are reduced to a flag for each of some 512 parts in the first, and share the second: an update
@@ -94,9 +89,9 @@ def _row_count(checked: jax.Array) -> int | None:
     parameter more if they do lie in order.
     """
     if checked.ndim > 2:
-        return None
+        return 1
     fits = (n for n in ROW_COUNTS if checked.size % n == 0 and checked.size <= n * LONGEST_ROW)
-    return next(fits, None)
+    return next(fits, 1)
 
 
 def chunks(items: list[T], size: int) -> list[list[T]]:
@@ -114,9 +109,8 @@ def may_be_sharded(value: Any) -> bool:
     Its type names the mesh of whatever it was computed from, but for the parts that shard_map and
     pmap hand to each device whole. Without a mesh one device is certain only if there is no other.
     """
-    if jax.typeof(value).sharding.mesh.empty:
-        return jax.device_count() > 1
-    return is_on_mesh(value)
+    mesh = jax.typeof(value).sharding.mesh
+    return jax.device_count() > 1 if mesh.empty else is_on_mesh(value)
 
 
 def read_from_array(scalar: jax.Array, last: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ replace it.
 """
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -29,7 +28,7 @@ from jmp.loss_scaling._scales import LossScale, NoOpLossScale, torch_loss_scale
 from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _few_kernels, _half_parameters, _wrapping
-from jmp.transforms._half_parameters import kept_by_path
+from jmp.transforms._masters import kept_by_path
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 S = TypeVar("S")
@@ -64,7 +63,7 @@ class WithLossScaleState(NamedTuple):
 
 
 def with_loss_scale(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: _wrapping.Optimizer,
     loss_scale: LossScale,
     *,
     axis_name: AxisName = "auto",
@@ -192,15 +191,13 @@ def _seen_by_inner(params: optax.Params, inner_state: optax.OptState) -> optax.P
     masters = kept_by_path(inner_state)
     if not masters.keys() <= leaves_by_path(params).keys():
         return params  # something inside rearranges the leaves, and gives them other names
-    return tree_map_with_path(
-        lambda path, p: p if keystr(path) in masters else cast_to_at_least_float32(p), params
-    )
+    seen = lambda path, p: p if keystr(path) in masters else cast_to_at_least_float32(p)
+    return tree_map_with_path(seen, params)
 
 
 # Loss scaling and master parameters, as a policy asks for them.
 
-Inner: TypeAlias = optax.GradientTransformation | optax.MultiSteps
-Store: TypeAlias = Callable[[Inner], Any]
+Store: TypeAlias = Callable[[_wrapping.Optimizer], Any]
 
 
 STORED: dict[str, Store] = {
@@ -213,7 +210,7 @@ STORED: dict[str, Store] = {
 
 
 def mixed_precision(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: _wrapping.Optimizer,
     policy: str | Policy,
     loss_scale: LossScale | None = None,
     *,
@@ -262,8 +259,7 @@ def mixed_precision(
     policy = get_policy(policy)
     refuse_float8(policy, "mixed_precision")
     if loss_scale is None:
-        needs_scale = policy.compute_dtype == jnp.float16
-        loss_scale = torch_loss_scale() if needs_scale else NoOpLossScale()
+        loss_scale = torch_loss_scale(enabled=policy.compute_dtype == jnp.float16)
     if masters is None:
         store = STORED["full" if is_half(policy.param_dtype) else "none"]
     elif callable(masters):
@@ -283,9 +279,7 @@ def mixed_precision(
         _refuse_without_master(params, state, policy)
         return state
 
-    def update(
-        updates: Any, state: WithLossScaleState, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, WithLossScaleState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _refuse_without_master(params, state, policy)
         return tx.update(updates, state, params, **extra_args)
 
@@ -375,23 +369,21 @@ def set_loss_scale(opt_state: S, new: LossScale) -> S:
 
 
 def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState:
-    def placed(leaf: Any, flag: Any) -> Any:
-        if isinstance(flag, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flag.sharding)
-        is_placed = isinstance(flag, jax.Array) and is_concrete(flag)
-        if is_placed and len(flag.sharding.device_set) > 1:
-            return jax.device_put(jnp.array(leaf), flag.sharding)
-        return jnp.array(leaf)
-
     def in_state(leaf: Any) -> Any:
         """Returns an array as the state's flag is: abstract, on a mesh, in a Variable of nnx."""
-        return jax.tree.map(functools.partial(placed, leaf), state.grads_finite)
+
+        def as_flag(flag: Any) -> Any:
+            if isinstance(flag, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flag.sharding)
+            is_placed = isinstance(flag, jax.Array) and is_concrete(flag)
+            is_on_many = is_placed and len(flag.sharding.device_set) > 1
+            return jax.device_put(jnp.array(leaf), flag.sharding) if is_on_many else jnp.array(leaf)
+
+        return jax.tree.map(as_flag, state.grads_finite)
 
     if isinstance(new, NoOpLossScale):
-        state = state._replace(
-            grads_finite=in_state(jnp.array(True)),
-            consecutive_skips=in_state(jnp.zeros([], jnp.int32)),
-        )
+        taken, none_skipped = in_state(jnp.array(True)), in_state(jnp.zeros([], jnp.int32))
+        state = state._replace(grads_finite=taken, consecutive_skips=none_skipped)
     return state._replace(loss_scale=jax.tree.map(in_state, new))
 
 

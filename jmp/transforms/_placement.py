@@ -181,10 +181,8 @@ def reshard_where_types_say(x: jax.Array, sharding: Any) -> jax.Array:
 def is_on_mesh(value: Any) -> bool:
     """Returns whether the type of `value` names a mesh of devices that jit may divide it among."""
     mesh = jax.typeof(value).sharding.mesh
-    return any(
-        size > 1 and name not in mesh.manual_axes
-        for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    )
+    sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    return any(size > 1 and name not in mesh.manual_axes for name, size in sizes)
 
 
 def parameter_path(leaf: Any, path: Path, params: ByPath) -> Path | None:

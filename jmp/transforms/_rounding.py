@@ -50,6 +50,20 @@ def difference_to(new: jax.Array, param: jax.Array) -> jax.Array:
     return jnp.where(new == old, zero, change)
 
 
+def shown_after(change: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns what `optax.apply_updates` makes of a parameter, as float32.
+
+    That is what was asked for, unless one step shrinks a number of bfloat16 more than 65536-fold,
+    one of float16 4096-fold, or to a negative zero: no float32 difference says exactly that.
+    """
+    sum_ = param.astype(jnp.float32) + change
+    if param.dtype == jnp.bfloat16:
+        # From the new parameter itself: what is kept beside it then comes out of the same kernel on
+        # a TPU. Else XLA would read everything once more, only for the parameter.
+        return widened(sum_.astype(param.dtype))
+    return rounded(sum_, param.dtype)
+
+
 def rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns a master rounded to the nearest finite number of a half `dtype`, as float32.
 
@@ -169,19 +183,17 @@ class RandomBits:
                 raise wrong(TypeError, caller, spec, expected, name=f"specs{path}")
         return cls(caller, seed, by_path)
 
-    def at(self, path: str, like: jax.Array, count: jax.Array | None) -> jax.Array | None:
+    def at(self, path: str, like: jax.Array, count: jax.Array) -> jax.Array:
         """Returns uint32 of the shape of `like`, each bit as good as the flip of a coin.
 
         Args:
           path: of a parameter, or of an array of a state, which ends with its parameter's path.
           like: an array of the parameter's shape, on the devices of the result.
-          count: int32 scalar: the steps before this one; None returns None.
+          count: int32 scalar: the steps before this one.
 
         Raises: ValueError inside of a shard_map or pmap if `like` may differ between devices, and
           no specs say along which of its axes.
         """
-        if count is None:
-            return None
         name = f"{self.caller} {self.seed} {path}"
         digest = hashlib.blake2b(name.encode(), digest_size=12).digest()
         first, second, third = np.frombuffer(digest, np.uint32)

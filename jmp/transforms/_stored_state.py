@@ -18,15 +18,8 @@ from jmp._messages import listed, users_stacklevel, wrong
 from jmp.dtypes import FLOAT32, floating_dtype
 from jmp.rules import UnusedRuleWarning, glob_matches
 from jmp.sharding._axes import mapped_axes, names_by_dimension
-from jmp.transforms import _wrapping
-from jmp.transforms._encodings import (
-    KINDS,
-    LEAST_SCALE,
-    StoredArray,
-    encoded,
-    least_scales,
-    peaks_of,
-)
+from jmp.transforms import _encodings, _wrapping
+from jmp.transforms._encodings import KINDS, StoredArray, encoded, least_scales, peaks_of
 from jmp.transforms._few_kernels import chunks
 from jmp.transforms._placement import BOX, parameter_path
 from jmp.transforms._rounding import RandomBits
@@ -65,7 +58,7 @@ Peaks = dict[str, tuple[jax.Array, ...]]  # by the path of an array of the state
 
 
 def with_stored_state(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: _wrapping.Optimizer,
     stored: DTypeLike | Iterable[Rule],
     *,
     seed: int = 0,
@@ -150,27 +143,24 @@ def with_stored_state(
         # Scales are found first; then all is computed again behind barriers. Without them XLA would
         # keep the new state, in float32, from one pass to the next. The first run computes only the
         # state.
-        old, peaks = _behind_barriers(
-            state.inner_state, _peaks_like(state.inner_state, run, updates)
-        )
+        peaks = _peaks_like(state.inner_state, run, updates)
+        old, peaks = _behind_barriers(state.inner_state, peaks)
         new_updates, inner_state = run(old)
         least = {jax.typeof(found[0]): least_scales(found[0]) for found in peaks.values()}
-        count = state.count if rounding == "stochastic" else None
 
         def encode(path: tuple[Any, ...], was: Any, new: Any) -> Any:
             if not is_stored(was):
                 return new
             name = keystr(path)
             _check_rows_are_whole(name, was, bits.spec_of(name))
-            drawn = bits.at(name, new, count)
+            drawn = bits.at(name, new, state.count) if rounding == "stochastic" else None
             found = peaks.get(name)
-            least_of = least[jax.typeof(found[0])] if found else LEAST_SCALE
+            least_of = least[jax.typeof(found[0])] if found else _encodings.LEAST_SCALE
             return encoded(new.astype(jnp.float32), was.kind, drawn, found, least_of)
 
-        return new_updates, WithStoredStateState(
-            optax.safe_increment(state.count),
-            tree_map_with_path(encode, old, inner_state, is_leaf=is_stored),
-        )
+        count = optax.safe_increment(state.count)
+        stored_state = tree_map_with_path(encode, old, inner_state, is_leaf=is_stored)
+        return new_updates, WithStoredStateState(count, stored_state)
 
     return _wrapping.transformation(init, update, WithStoredStateState)
 
@@ -345,10 +335,9 @@ def _kind(dtype: Any) -> str:
     Raises: TypeError for what is no dtype; ValueError for one that is none of these.
     """
     kind = "int8" if np.dtype(np.int8) == dtype else str(floating_dtype(dtype, "stored"))
-    if kind not in (*KINDS, "float32"):
-        raise ValueError(
-            f"{CALLER} got stored={kind}; expected one of {listed([*KINDS, 'float32'])}."
-        )
+    known = (*KINDS, "float32")
+    if kind not in known:
+        raise ValueError(f"{CALLER} got stored={kind}; expected one of {listed(known)}.")
     return kind
 
 

@@ -31,6 +31,7 @@ C = TypeVar("C", bound=type)
 S = TypeVar("S")
 T = TypeVar("T")
 Around: TypeAlias = tuple[tuple[Any, int], ...]
+Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 ROOT = keystr(())  # the path of a tree that is one array
 SCALES, STORES_PARAMETERS, STORES_STATE = range(3)  # from the outermost place to the innermost
 
@@ -92,9 +93,7 @@ def transformation(
       are still to be added up.
     """
     caller = caller_of(state_type)
-
-    def placed_init(params: optax.Params) -> S:
-        return placed(init(params), params)
+    placed_init = lambda params: placed(init(params), params)
 
     def checked_update(
         updates: optax.Updates, state: S, params: optax.Params | None = None, **extra_args: Any
@@ -226,10 +225,11 @@ def _without_weak_types(inner_state: optax.OptState) -> optax.OptState:
 
     The first step would return them strongly typed, and the second step would compile again.
     """
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf,
-        inner_state,
-    )
+
+    def strong(leaf: Any) -> Any:
+        return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+    return jax.tree.map(strong, inner_state)
 
 
 # Our states inside of an optimizer's state.
@@ -237,7 +237,7 @@ def _without_weak_types(inner_state: optax.OptState) -> optax.OptState:
 
 def is_optimizer(value: object) -> bool:
     """Returns whether a value is an optimizer, and not the state of one."""
-    return isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+    return isinstance(value, Optimizer)
 
 
 def holds_a_state(tree: PyTree) -> bool:
@@ -273,9 +273,8 @@ def map_states(function: Callable[[Any], Any], opt_state: T, place: int) -> T:
     def is_state(node: Any) -> bool:
         return type(node) in _WRAPPERS and _WRAPPERS[type(node)].place == place
 
-    return jax.tree.map(
-        lambda node: function(node) if is_state(node) else node, opt_state, is_leaf=is_state
-    )
+    mapped = lambda node: function(node) if is_state(node) else node
+    return jax.tree.map(mapped, opt_state, is_leaf=is_state)
 
 
 def _children(node: Any) -> list[Any]:

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp import diagnostics
+from jmp.diagnostics._gradient_report import counting_step
 from jmp.diagnostics._interpreter import replay
-from jmp.diagnostics._ranges import counting_step, exponents
+from jmp.diagnostics._ranges import exponents
 
 F16 = "mixed_float16"
 FLOAT8 = sorted(name for name in dir(jnp) if name.startswith("float8_"))
@@ -342,8 +343,7 @@ def test_a_sharded_step_gathers_nothing_to_count_it():
     def function(up, down, x):
         return (jnp.tanh(x @ up) @ down).sum()
 
-    arrays = [*parameters, put(P("x"), 32, 64)]
-    counts = {}
+    arrays, counts = [*parameters, put(P("x"), 32, 64)], {}
     step = counting_step(jax.make_jaxpr(function)(*arrays), [0, 1], counts)
     assert collectives(step, *arrays) == {"all-reduce"}
     assert len(counts) == 2  # both products stand on one line

@@ -8,7 +8,7 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp.transforms._half_parameters import STORAGES, compiled
+from jmp.transforms._parameter_storage import STORAGES, compiled
 from tests.bits import bits
 from tests.commands import in_full
 

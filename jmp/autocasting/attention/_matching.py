@@ -85,8 +85,7 @@ class Attention(NamedTuple):
     def batch(self) -> Labels:
         """The labels that queries, keys and values share, in the queries' order."""
         of_key = self.key.labels
-        shared = (label for label in self.query.labels if label in of_key)
-        return tuple(label for label in shared if label.number != WIDTH)
+        return tuple(x for x in self.query.labels if x in of_key and x.number != WIDTH)
 
     @property
     def rows(self) -> Labels:

@@ -18,8 +18,9 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
-from jmp.autocasting.attention._fusing import Kernel, KernelForm, differentiated_once
+from jmp.autocasting.attention._kernels import Kernel, KernelForm
 from jmp.autocasting.attention._matching import Mask
+from jmp.autocasting.attention._one_derivative import differentiated_once
 
 LANES = 128  # a tile is a multiple of it
 LARGEST_TILE = 512
@@ -76,9 +77,8 @@ def _splash(form: KernelForm, query: Any, key: Any) -> OfHeads:
         q_layout=minor, k_layout=minor, v_layout=minor,
     )  # fmt: skip
     local = masks.LocalMask(shape, (form.masking.window, 0), offset=0)
-    mask = masks.MultiHeadMask(
-        [local if form.masking.is_causal else masks.FullMask(shape)] * query.shape[2]
-    )
+    of_a_head = local if form.masking.is_causal else masks.FullMask(shape)
+    mask = masks.MultiHeadMask([of_a_head] * query.shape[2])
     with jax.ensure_compile_time_eval():  # which tiles of the mask are empty, and which are full
         kernel = kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=tiles)
 

@@ -39,6 +39,9 @@ NO_DERIVATIVE = (
 )
 
 
+Axes = tuple[Sequence[int], Sequence[int]]  # of the two factors of a product
+
+
 class ProductForm(NamedTuple):
     """How a product in float8 stands in the program around it."""
 
@@ -164,9 +167,7 @@ def _differentiable(types: Sequence[Any], params: Params, form: ProductForm) -> 
     return product
 
 
-def _summed_backward(
-    types: Sequence[Any], params: Params
-) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
+def _summed_backward(types: Sequence[Any], params: Params) -> tuple[Axes, Axes]:
     """Returns the axes that the left and the right operand's gradient sum over.
 
     Each is a product of the result's cotangent, whose axes come first, and of the other operand.
@@ -291,7 +292,7 @@ def varying_as(other: Any, number: Any) -> Any:
     same ones. A bound, which is the same on all devices, may do so too: its cotangent must be of
     its type.
     """
-    return made_varying(number, tuple(sorted(varying_axes(other) - varying_axes(number))))
+    return made_varying(number, varying_axes(other))
 
 
 @jax.custom_batching.custom_vmap

@@ -98,11 +98,9 @@ class FunctionOfProduct:
 
         def function(argument: Any) -> Any:
             values, result = {self.argument: argument}, argument
+            read = lambda x: values[x] if x in values else np.full_like(numbers, x.constant)
             for node in self.nodes:
-                operands = [
-                    values[x] if x in values else np.full(numbers.shape, x.constant, FLOAT32)
-                    for x in node.inputs
-                ]
+                operands = list(map(read, node.inputs))
                 if node.rule.reshapes:  # which keeps the numbers in their order
                     (result,) = operands
                 else:

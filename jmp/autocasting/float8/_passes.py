@@ -12,8 +12,7 @@ reads the moved half array, and no compiled program keeps it.
 import collections
 import dataclasses
 import functools
-import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -94,8 +93,7 @@ def _in_float8(
     """Returns a value in float8; if the environment does not have it yet, the array is rounded."""
     if (AS_FLOAT8, value) not in environment:
         environment[AS_FLOAT8, value] = _arithmetic.hold(array, value.root.aval, bound)
-    held: Float8 = environment[AS_FLOAT8, value]
-    return held
+    return environment[AS_FLOAT8, value]
 
 
 def move_in_float8(
@@ -171,18 +169,17 @@ def why_not_float8(node: Node, level: Level) -> str:
         return "it stands in a custom_jvp, whose rule JAX transposes"
     if context.devices_part:
         return "devices may go different ways here, and would not share its scales"
-    if context.request.settings.float8 == "weights" and not any(
-        value not in facts.dependent and value.provenance > ValueProvenance.INTEGERS
-        for value in node.inputs
-    ):
+    is_weight = lambda x: x not in facts.dependent and x.provenance > ValueProvenance.INTEGERS
+    if context.request.settings.float8 == "weights" and not any(map(is_weight, node.inputs)):
         return "it multiplies two activations (float8='all' takes such products)"
     if not facts.carried.isdisjoint(node.outputs):
         return "a loop carries its result in float32"
     if not _feeds(node, facts):
         return "its result feeds no other product, as that of a head"
-    if min(sizes_of(node)) < THIN:
+    rows, columns, summed, batches = sizes_of(node.inputs, node.params)
+    if min(batches * rows, columns, summed) < THIN:
         return f"it is thinner than {THIN}"
-    if math.prod(sizes_of(node)) < SMALL_PRODUCT:
+    if batches * rows * columns * summed < SMALL_PRODUCT:
         return f"it is small: fewer than 2**{SMALL_PRODUCT.bit_length() - 1} multiplications"
     return ""
 
@@ -197,14 +194,16 @@ def _feeds(product: Node, facts: Facts) -> bool:
     return not facts.feeds.isdisjoint(values)
 
 
-def sizes_of(node: Node) -> tuple[int, int, int]:
-    """Returns rows (with batches), columns and summed elements of a `dot_general`."""
-    (summed, right_summed), (_, right_batch) = node.params["dimension_numbers"]
-    left, right = (shape_of(value) for value in node.inputs)
-    inner = size_of(tuple(left[axis] for axis in summed))
-    others = {*right_summed, *right_batch}
-    columns = size_of(tuple(size for axis, size in enumerate(right) if axis not in others))
-    return node.outputs[0].size // max(1, columns), columns, inner
+def sizes_of(operands: Sequence[Any], params: _jax_compat.Params) -> tuple[int, int, int, int]:
+    """Returns rows, columns, summed elements and batches of a `dot_general`."""
+    summed, batch = params["dimension_numbers"]
+    rows, columns = (
+        size_of(tuple(n for axis, n in enumerate(shape_of(x)) if axis not in (*sums, *shared)))
+        for x, sums, shared in zip(operands, summed, batch, strict=True)
+    )
+    left = shape_of(operands[0])
+    inner, batches = (size_of(tuple(left[i] for i in axes)) for axes in (summed[0], batch[0]))
+    return rows, columns, inner, batches
 
 
 def _shared_factors(graph: Graph) -> set[Value]:
@@ -220,11 +219,8 @@ def _shared_factors(graph: Graph) -> set[Value]:
 
 def products_in_float8(steps: Sequence[Step]) -> dict[Node, ProductInFloat8]:
     """Returns the float8 products among steps, and how they are lowered."""
-    return {
-        step.node: step.lowering
-        for step in steps
-        if isinstance(step, Single) and isinstance(step.lowering, ProductInFloat8)
-    }
+    pairs = [(step.node, step.lowering) for step in steps if isinstance(step, Single)]
+    return {node: lowering for node, lowering in pairs if isinstance(lowering, ProductInFloat8)}
 
 
 # Arrays that devices send.
@@ -239,15 +235,11 @@ def send_in_float8(steps: Sequence[Step], level: Level) -> list[Step]:
     graph, readers = level.graph, set(products_in_float8(steps))
     if not readers:
         return list(steps)
-    moving = {
-        step.node: moves
-        for step in steps
-        if isinstance(step, Single) and (moves := moves_of(step.node))
-    }
+    nodes = [step.node for step in steps if isinstance(step, Single)]
+    moving = {node: moves for node in nodes if (moves := moves_of(node))}
     for node in reversed(graph.nodes):
-        if node in moving and all(
-            only_read_by(value, graph, readers.__contains__) for value in node.outputs
-        ):
+        are_read = (only_read_by(value, graph, readers.__contains__) for value in node.outputs)
+        if node in moving and all(are_read):
             readers.add(node)
     sent: set[Node] = set()
     for node in graph.nodes:  # what moves before the first that sends stays as it is
@@ -300,151 +292,3 @@ def _moves_inside(equation: JaxprEqn) -> Sequence[JaxprEqn]:
     written = [jaxpr.invars] + [inner.outvars for inner in jaxpr.eqns]
     is_chain = len(jaxpr.invars) == 1 and read == written and not constants
     return jaxpr.eqns if is_chain and are_moves and any(rule.sends for rule in rules) else []
-
-
-# Bounds of what products read and return, if they cost less than a maximum.
-#
-# A scale need not be the largest number: float8_e4m3 has all its digits over 14 octaves, and scales
-# 256 times too large leave a small GPT's gradient nearly as exact as it was (its error is 0.127,
-# and was 0.129, at initialisation; 0.095 and 0.089 after 300 steps). So no maximum is computed if
-# only an elementwise function is between one float8 product and the next: a bias and gelu, or silu
-# and a gate.
-#
-# - By Cauchy and Schwarz a product's results are at most the largest norm of a row of its left
-#   factor times the largest norm of a column of its right one. The factors are float8, and smaller.
-# - The extremes of the function, and of its slope, are found when the plan is made. If a gate
-#   multiplies two functions, their bounds are multiplied too.
-#
-# Then the kernels that compute the function's result, and the cotangent of its argument, can round
-# them to float8. Otherwise both are stored in bfloat16, for their maxima, and read again.
-
-# The bound of a steeper function says too little. Gelu has 1.13, silu 1.10, tanh 1.
-STEEPEST = 8.0
-
-
-def with_bounds(steps: Sequence[Step], level: Level) -> list[Step]:
-    """Returns the steps of a level, its float8 products with the bounds that are known of them."""
-    lowerings = products_in_float8(steps)
-    products = set(lowerings)
-    bounded = bounded_values(functions_of_values(products, level), products, level.graph)
-
-    @on(Single)
-    def with_its_own(step: Single, _: Level) -> Single:
-        if step.node not in products:
-            return step
-        form = lowerings[step.node].form
-        factors = tuple(bounded.get(value, ()) for value in step.node.inputs)
-        if own := bounded.get(step.node.outputs[0]):
-            (function,) = own
-            form = form._replace(is_bounded=True, has_bias=bool(function.added))
-        return step._replace(lowering=ProductInFloat8(form, factors))
-
-    return with_its_own(steps, level)
-
-
-def functions_of_values(products: Set[Node], level: Level) -> dict[Value, Functions]:
-    """Returns the values that are computed only from results of float8 products."""
-    found: dict[Value, Functions] = {}
-    for node in level.graph.nodes:
-        if len(node.outputs) != 1 or node.outputs[0] in found:
-            continue
-        (output,) = node.outputs
-        read = [found[value] for value in node.inputs if value in found]
-        functions = [function for group in read for function in group]
-        n_products = len({function.product for function in functions})
-        if node in products:
-            if _saves_bytes(node.inputs, output):
-                found |= _with_vectors(output, level)
-        elif n_products == 1:
-            if node.rule.reshapes or _is_scalar(node, found):
-                before = {each for function in functions for each in function.nodes}
-                nodes = (*sorted(before, key=lambda each: each.index), node)
-                found[output] = (dataclasses.replace(functions[0], nodes=nodes),)
-        elif functions and node.rule.reshapes:
-            found[output] = read[0]
-        elif functions and node.name == "mul" and all(len(group) == 1 for group in read):
-            found[output] = tuple(functions)
-    return found
-
-
-def _with_vectors(result: Value, level: Level) -> dict[Value, Functions]:
-    """Returns a product's result, and the values that reshape it and add vectors to it.
-
-    It ends with a value that something else reads, or several nodes read. All of these values have
-    one function, which is the identity of the last one.
-    """
-    values, added = [result], list[Value]()
-    while (argument := values[-1]) not in level.graph.outputs and len(argument.users) == 1:
-        (node,) = argument.users
-        if not node.rule.reshapes:
-            vector = _vector_added(node, argument, level.facts)
-            if vector is None:
-                break
-            added.append(vector.root)
-        values.append(node.outputs[0])
-    function = FunctionOfProduct(result, tuple(added), argument)
-    return dict.fromkeys(values, (function,))
-
-
-def _vector_added(node: Node, value: Value, facts: Facts) -> Value | None:
-    """Returns the vector, such as a bias, that a node adds to a value; None for all other nodes."""
-    others = [other for other in node.inputs if other is not value]
-    if not node.rule.linear or len(others) != 1 or others[0] in facts.dependent:
-        return None
-    return others[0] if facts.is_bias(others[0]) else None
-
-
-def bounded_values(
-    known: Mapping[Value, Functions], products: Set[Node], graph: Graph
-) -> Mapping[Value, Functions]:
-    """Returns the values whose bounds are used, with their functions.
-
-    This is the one record of who gives a bound and who reads it. It is closed: whatever reads one
-    of these values is a float8 product or computes another of these values. A float8 product reads
-    the bound too, and so gives a bound of its cotangent. So if the result of a product is one of
-    the values, no cotangent comes to it without a bound.
-    """
-
-    def uses_bound(value: Value, user: Node) -> bool:
-        if user in products:
-            return _is_worth_a_bound(value, known[value], user)
-        return known.keys() >= {*user.outputs}
-
-    while open_ends := {
-        function.product
-        for value, functions in known.items()
-        if not only_read_by(value, graph, functools.partial(uses_bound, value))
-        for function in functions
-    }:
-        known = {
-            value: functions
-            for value, functions in known.items()
-            if open_ends.isdisjoint(function.product for function in functions)
-        }
-    return known
-
-
-def _is_worth_a_bound(value: Value, functions: Functions, product: Node) -> bool:
-    """Returns whether a product that reads a value had better use a bound, and return one."""
-    others = [other for other in product.inputs if other is not value]
-    extremes = [function.extremes for function in functions]
-    is_flat = all(x.slope <= STEEPEST and math.isfinite(x.offset) for x in extremes)
-    return is_flat and _saves_bytes([*product.outputs, *others], value)
-
-
-def _saves_bytes(factors: Sequence[Value], result: Value) -> bool:
-    """Returns whether factors in float8 are fewer bytes than their product in bfloat16."""
-    return sum(value.size for value in factors) < 2 * result.size
-
-
-def _is_scalar(node: Node, known: Collection[Value]) -> bool:
-    """Returns whether a node is elementwise, and reads only known values and constants."""
-    if node.holds_functions:  # a custom derivative, of a shape of its own
-        return False
-    # In a difference of each two numbers JAX repeats both operands, so that none meets itself.
-    if any(value.size != node.outputs[0].size for value in node.inputs if value in known):
-        return False
-    rule = node.rule
-    is_elementwise = rule.elementwise or rule.expensive or rule.casts or rule.cheap
-    are_read = all(value in known or value.constant is not None for value in node.inputs)
-    return node.is_fusible and is_elementwise and are_read
