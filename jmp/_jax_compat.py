@@ -304,7 +304,7 @@ def empty_name_stack() -> Any:
     return source_info_util.new_name_stack()
 
 
-def joined(outer: Any, inner: Any) -> Any:
+def nested_stack(outer: Any, inner: Any) -> Any:
     """Returns the name stack of `inner` within `outer`; one of them, if the other is empty."""
     return outer + inner if outer.stack and inner.stack else (inner if inner.stack else outer)
 

@@ -132,7 +132,7 @@ class _Flattening:
 
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
-            stack = _jax_compat.joined(outer, equation.source_info.name_stack)
+            stack = _jax_compat.nested_stack(outer, equation.source_info.name_stack)
             if _jax_compat.is_plain_call(equation) and not draws_bits(equation):
                 inner, constants = _jax_compat.open_jaxpr(_jax_compat.called(equation.params))
                 held = [_closed_over_value(array, half, array) for array in constants]
@@ -152,7 +152,7 @@ class _Flattening:
         around: tuple[JaxprEqn, ...],
     ) -> Node:
         settings = self._request.settings
-        scope = _jax_compat.joined(self._scope, stack)
+        scope = _jax_compat.nested_stack(self._scope, stack)
         rule, region = rule_of(equation, settings), self._request.region(scope)
         if rule.category is Category.LOW and equation.primitive.name not in settings.overrides:
             if why := _products.why_exact(equation, operands):

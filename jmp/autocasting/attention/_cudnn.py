@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp.autocasting.attention._axes import spread
-from jmp.autocasting.attention._kernels import Kernel, KernelForm
+from jmp.autocasting.attention._kernels import Kernel, KernelForm, differentiated_once
 from jmp.autocasting.attention._matching import Mask
-from jmp.autocasting.attention._one_derivative import differentiated_once
 
 # This stands for minus infinity in a bias whose largest number in each row is zero. Its exponential
 # is zero, and it stays finite in cuDNN, which multiplies by log2(e).

@@ -1,15 +1,19 @@
 """How a kernel computes an attention: the arrays that it takes, and what it does to the scores.
 
 `form_of` says it of an attention that was found, `attend` runs it. Masks are recognised by their
-values: a causal mask and a window need no array, and a mask that masks nothing is dropped.
+values: a causal mask and a window need no array, and a mask that masks nothing is dropped. Kernels
+have one derivative: others raise an error when they are asked for (`differentiated_once`).
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jmp.autocasting._emit import read_value
 from jmp.autocasting._graph import Value
@@ -20,6 +24,11 @@ from jmp.autocasting.attention._constants import constant_of
 from jmp.autocasting.attention._matching import Attention, Bias, Mask, NotFused
 
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
+
+ONE_DIRECTION = (
+    "autocast(attention='fused') got {what}: the fused kernel has only a first derivative in "
+    "reverse mode (jax.grad, jax.vjp). Use attention='plain' for this function."
+)
 
 
 class Masking(NamedTuple):
@@ -224,3 +233,56 @@ def _pattern(kept: Booleans, labels: Sequence[Label]) -> tuple[bool, int | None]
     if not (kept == seen).all():
         return None
     return True, None if window == length - 1 else window
+
+
+# Derivatives that the kernels lack raise an error when they are asked for.
+
+
+def differentiated_once(
+    function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function with one derivative, in reverse mode; others raise.
+
+    Args:
+      forward, backward: as `jax.custom_vjp` takes them.
+    """
+    attention = jax.custom_vjp(function)
+    attention.defvjp(_without_derivative(forward), _without_derivative(backward))
+    return lambda *operands: attention(*jax.tree.map(_in_reverse_mode, operands))
+
+
+def _without_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(ONE_DIRECTION.format(what="a second derivative"))
+
+    wrapped.defjvp(refuse)
+    return lambda *operands: wrapped(*operands)
+
+
+@jax.custom_jvp
+def _in_reverse_mode(array: Any) -> Any:
+    """Returns the array; forward mode raises.
+
+    A primitive returns its tangent that can be transposed and not run. Only forward mode leaves it
+    in the program.
+    """
+    return array
+
+
+@_in_reverse_mode.defjvp
+def _hand_on(primals: Any, tangents: Any) -> Any:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(ONE_DIRECTION.format(what="forward-mode differentiation (jax.jvp)"))
+
+
+_tangent = Primitive("reverse_mode_only")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.defvectorized(_tangent)
+mlir.register_lowering(_tangent, _refuse_forward_mode)

@@ -18,9 +18,8 @@ import numpy as np
 
 from jmp import _jax_compat
 from jmp.autocasting._graph import Value
-from jmp.autocasting.attention._kernels import Kernel, KernelForm
+from jmp.autocasting.attention._kernels import Kernel, KernelForm, differentiated_once
 from jmp.autocasting.attention._matching import Mask
-from jmp.autocasting.attention._one_derivative import differentiated_once
 
 LANES = 128  # a tile is a multiple of it
 LARGEST_TILE = 512
