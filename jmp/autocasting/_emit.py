@@ -71,7 +71,7 @@ def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any
 
 def _run_shared(step: Single | Island, make: Callable[[], Function], arrays: Any) -> Any:
     """Returns the results of a step, of the function that `make` returns for all steps alike."""
-    # What NumPy holds is cast while the program is traced.
+    # NumPy casts arrays of its own, while the program is traced.
     if step.shared is None or not all(map(_jax_compat.is_jax_array, arrays)):
         return make()(*arrays)
     if not step.shared:
