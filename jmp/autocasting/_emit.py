@@ -70,7 +70,7 @@ def _read_by(read: Read, step: Single | Nested, environment: Environment) -> Any
 
 
 def _run_shared(step: Single | Island, make: Callable[[], Function], arrays: Any) -> Any:
-    """Returns the results of a step, of the function that `make` returns for all steps alike."""
+    """Runs a step through the function that steps alike share; the first to run makes it."""
     # NumPy casts arrays of its own, while the program is traced.
     if step.shared is None or not all(map(_jax_compat.is_jax_array, arrays)):
         return make()(*arrays)

@@ -19,7 +19,7 @@
   a barrier, and so end deeper.
 - A *softmax*, or a log-sum-exp, adds up powers along some axes. Mostly their maximum is subtracted
   before, and the powers are divided by their sum afterwards. All powers that are added up together
-  are a row here; mostly rows are along the last axis. Passes lower it.
+  are a row here; mostly rows are along the last axis.
 """
 
 import collections

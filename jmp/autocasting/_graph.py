@@ -1,8 +1,8 @@
 """The dataflow graph of one level of nesting: values, and the nodes that compute them.
 
 `_flatten` makes it of a jaxpr, and graphs of the functions inside with it; nothing of it changes
-afterwards. The facts that analyses find (`_facts`) and the planner's decisions (`_steps`) stand in
-records of their own.
+afterwards. The facts that analyses find (`_facts`) and the planner's decisions (`_level`, `_steps`)
+stand in records of their own.
 """
 
 import dataclasses

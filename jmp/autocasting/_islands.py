@@ -30,6 +30,26 @@ from jmp.dtypes import FLOAT32
 SMALL = 1 << 14
 
 
+def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
+    """Returns the connected components of fusible, non-neutral nodes of one depth.
+
+    Args:
+      nodes: in program order.
+    """
+    components: dict[Node | None, list[Node]] = {}  # of each node so far
+    for node in nodes:
+        components[node] = [node]
+        # Places that are computed together do not join what is looked up there.
+        values = node.inexact if node.rule.looks_up else node.inputs
+        for producer in (value.producer for value in values):
+            joined = None if producer in cuts else components.get(producer)
+            if joined is not None and joined is not components[node]:
+                joined += components[node]
+                components.update(dict.fromkeys(components[node], joined))
+    distinct = {id(component): component for component in components.values()}.values()
+    return [sorted(component, key=lambda node: node.index) for component in distinct]
+
+
 def plan_component(nodes: Sequence[Node], level: Level) -> list[Step]:
     """Returns the steps of a component: islands, with half operations between them.
 
@@ -46,13 +66,13 @@ def plan_component(nodes: Sequence[Node], level: Level) -> list[Step]:
         return [level.by_itself(node) for node in nodes]
     single = half_between(nodes, why, level)
     if not single:
-        return _undivided(nodes, why, level)
+        return _front_and_island(nodes, why, level)
     steps: list[Step] = []
     for stage in stages(nodes, single):
         for part in group((node for node in stage if node not in single), level.facts.cuts):
             reasons = reasons_for(part, level)
             if reasons:
-                steps += _undivided(part, reasons, level)
+                steps += _front_and_island(part, reasons, level)
             else:
                 steps += map(level.by_itself, part)
         steps += [level.by_itself(node) for node in stage if node in single]
@@ -206,6 +226,7 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
     least = SMALL if level.recompute == "auto" else 0  # which depends on sizes
 
     def may_be_half(value: Value, result: Value) -> bool:
+        """Returns whether an operand loses nothing that matters if it is rounded once more."""
         is_whole = value.source_size >= result.size
         if value.producer in found:
             return True
@@ -215,23 +236,29 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         return not value.is_float32 or level.dtypes[value] == level.half or (is_input and is_whole)
 
     def is_stream(node: Node) -> bool:
+        """Returns whether a node adds to what was read in front of a barrier."""
         depths = level.facts.depths
         earlier = (u for v in node.inputs for u in v.users if depths.get(u, 0) < depths[node])
         return node.rule.linear and any(user in depths for user in earlier)
 
     def crosses(result: Value) -> bool:
+        """Returns whether the component reads a result, and more than products behind a barrier."""
         others = [user for user in result.users if user not in inside]
         return len(others) < len(result.users) and not level.is_multiplied(result, others)
 
     for node in nodes:
-        if len(node.outputs) != 1:
-            continue
+        if (
+            len(node.outputs) != 1
+            or not node.rule.affine
+            or why.get(node) not in (None, LARGE_INPUT)
+        ):
+            continue  # it would lose digits
         (result,) = node.outputs
         if result.size < least or not level.leaves_half(result, inside):
-            continue
-        is_half = node.rule.affine and why.get(node) in (None, LARGE_INPUT)
-        is_half = is_half and (is_stream(node) or crosses(result))
-        if is_half and all(may_be_half(value, result) for value in node.inputs):
+            continue  # nothing is saved
+        if not is_stream(node) and not crosses(result):
+            continue  # one fusion computes it and reads it
+        if all(may_be_half(value, result) for value in node.inputs):
             found.add(node)
     return found
 
@@ -249,30 +276,10 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
     return found
 
 
-def group(nodes: Iterable[Node], cuts: Set[Node]) -> list[list[Node]]:
-    """Returns the connected components of fusible, non-neutral nodes of one depth.
-
-    Args:
-      nodes: in program order.
-    """
-    components: dict[Node | None, list[Node]] = {}  # of each node so far
-    for node in nodes:
-        components[node] = [node]
-        # Places that are computed together do not join what is looked up there.
-        values = node.inexact if node.rule.looks_up else node.inputs
-        for producer in (value.producer for value in values):
-            joined = None if producer in cuts else components.get(producer)
-            if joined is not None and joined is not components[node]:
-                joined += components[node]
-                components.update(dict.fromkeys(components[node], joined))
-    distinct = {id(component): component for component in components.values()}.values()
-    return [sorted(component, key=lambda node: node.index) for component in distinct]
-
-
 # Recomputation, and half operations in front of an island.
 
 
-def _undivided(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
+def _front_and_island(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
     """Returns an island, and the half operations in front of it."""
     front, rest, is_recomputed = with_front(nodes, level)
     in_front = [level.by_itself(node) for node in front]
@@ -435,7 +442,7 @@ def _island(
         common_scopes=common_scopes_of(nodes),
         numbers=tuple(numbers),
         reads=tuple(Read(v, level.dtypes[v]) for v in entering if v not in numbers),
-        writes=tuple(level.leaving(value, own) for value in leaving),
+        writes=tuple(level.write_of(value, own) for value in leaving),
     )
 
 

@@ -1,7 +1,7 @@
 """A level while it is planned: its facts, and the decisions on its values.
 
-Dtypes of values are decided here and nowhere else. A `Level` also knows how large values may be,
-and so which of them may be rounded.
+Dtypes of values are written down here and nowhere else. A `Level` also knows how large values may
+be, and so which of them may be rounded.
 """
 
 import functools
@@ -102,7 +102,7 @@ class Level:
         may_be_half = value.is_float32 and feeds and not read_wide
         return may_be_half and not self.is_out_of_range(value, readers)
 
-    def leaving(self, value: Value, inside: Set[Node]) -> Write:
+    def write_of(self, value: Value, inside: Set[Node]) -> Write:
         """Decides how a result of an island is stored, and returns that.
 
         Half where a rule or a product asks for it. If a mask may have made it half, finite numbers
@@ -189,7 +189,7 @@ class Level:
         """
         dtypes = (self.dtypes[value] for value in node.inputs) if reads is None else reads
         self.store(node.outputs, stores)
-        plans = [plan for plan in insides if isinstance(plan, Plan)]
+        plans = [plan for plan in insides if isinstance(plan, Plan)]  # nothing is known of others
         for value, *infos in zip(node.outputs, *(plan.infos for plan in plans), strict=False):
             if found := [info.magnitude for info in infos if info.magnitude is not None]:
                 self.magnitudes[value] = hull(found)

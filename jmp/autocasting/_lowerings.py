@@ -1,4 +1,4 @@
-"""Casts, and how the planner's own steps are lowered that are not bound as they are.
+"""Casts, and the lowerings that the planner attaches to steps.
 
 A lowering is a function (`_steps.Lowering`). Passes define others beside themselves.
 

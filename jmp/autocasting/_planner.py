@@ -5,6 +5,7 @@ island (see `_islands`) or, where no node requires float32, a run of single half
 barrier is decided by its rule; what nests is planned by its kind, which hands back its dtypes.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property, partial
 from typing import Any
@@ -61,20 +62,20 @@ class Planner(Level):
         """Returns the plan: neutral nodes first, then by depth components and barriers."""
         sent = _sending.find_sent(self)
         steps: list[Step] = []
-        at_depth: dict[int, tuple[list[Node], list[Node]]] = {}  # fusible nodes, and barriers
+        fusible, barriers = defaultdict[int, list[Node]](list), defaultdict[int, list[Node]](list)
         for node in self.graph.nodes:
             if node not in self.facts.depths:
                 self.magnitudes.measure(node)
                 steps.append(self._neutral(node, node in sent))
             else:
                 is_barrier = not node.is_fusible or node in self.facts.embeddings
-                at_depth.setdefault(self.facts.depths[node], ([], []))[is_barrier].append(node)
-        for _, (fusible, barriers) in sorted(at_depth.items()):
-            for node in (*fusible, *barriers):
+                (barriers if is_barrier else fusible)[self.facts.depths[node]].append(node)
+        for depth in sorted({*fusible, *barriers}):
+            for node in (*fusible[depth], *barriers[depth]):
                 self.magnitudes.measure(node)
-            for nodes in _islands.group(fusible, self.facts.cuts):
+            for nodes in _islands.group(fusible[depth], self.facts.cuts):
                 steps += _islands.plan_component(nodes, self)
-            steps += map(self._barrier, barriers)
+            steps += map(self._barrier, barriers[depth])
         for each in self.context.request.target.passes:
             steps = list(each.run(steps, self))
         reads = tuple(self.dtypes[value] for value in self.graph.inputs)
@@ -85,6 +86,7 @@ class Planner(Level):
     # Nodes by themselves.
 
     def by_itself(self, node: Node) -> Step:
+        """Returns the step of a node that is no barrier and stands in no island."""
         if node.rule.category is Category.AS_WRITTEN:
             return self._single(node, Arithmetic.FLOAT32)
         if has_kind(node.name) and not kind_of(node.name).runs_as_written:
@@ -104,7 +106,7 @@ class Planner(Level):
             if node.region.in_float32 or not node.rule.rounds or self._reads_products(node):
                 return single
             return single._replace(
-                stores=tuple(self.leaving(v, {node}).dtype for v in node.outputs)
+                stores=tuple(self.write_of(v, {node}).dtype for v in node.outputs)
             )
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
@@ -184,7 +186,7 @@ class Planner(Level):
     # Single equations, and how they read.
 
     def _neutral(self, node: Node, is_sent: bool) -> Single:
-        if not is_sent or node.region.reduces_in_float32:  # a pass sees to the latter
+        if not is_sent or node.region.reduces_in_float32:  # `widen_gradients` lowers the latter
             return self._single(node, Arithmetic.FLOAT32, why_region(node))
         is_first = _sending.sends(node) and not any(map(self.is_half, node.inputs))
         single = self._single(node, Arithmetic.HALF, _sending.WHY_SENT)

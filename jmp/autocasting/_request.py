@@ -42,7 +42,7 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The policy and the options of one call of `autocast` that the planner reads; see there.
+    """The policy and the options of one call of `autocast` that the planner reads; see `autocast`.
 
     Attributes:
       rules_of_modules: those of an adapter, in the place of `rules`: what it matches against

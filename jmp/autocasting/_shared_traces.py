@@ -40,6 +40,10 @@ def _has_derivative(node: Node) -> bool:
 
 
 def _key_of(step: Single | Island) -> Hashable:
+    """Returns what two steps that are alike agree in; their values are numbered as they come.
+
+    Scopes and lines do not count, but inside a recomputed island, which JAX traces with them.
+    """
     numbers: dict[Value, int] = {}
 
     def name(value: Value) -> Hashable:

@@ -102,7 +102,8 @@ class Single(NamedTuple):
     lowering: Lowering | None = None  # None: the primitive is bound as it is
     notes: tuple[str, ...] = ()  # sentences for reports, beside `why`
     reads_offset: bool = False  # beside an offset, few digits of an operand are left
-    # Holds the function of steps that are alike (`_shared_traces`), once one of them has run.
+    # Of steps that are alike (`_shared_traces`), with their function once one of them has run: the
+    # one part of a plan that changes.
     shared: "list[Function] | None" = None
 
     @property

@@ -1,7 +1,7 @@
-"""Loss scales: the interface, none, for float32 and bfloat16, a constant one, and dynamic ones.
+"""Loss scales: the interface `LossScale`, one that does nothing, a constant one, two dynamic ones.
 
-A dynamic scale backs off on overflow and grows after a period of finite steps. Then come those with
-the defaults of other libraries. Each of these functions takes `enabled`: False gives a
+A dynamic scale backs off on overflow and grows after a period of finite steps. The presets behind
+them have the defaults of other libraries. Each of these functions takes `enabled`: False gives a
 `NoOpLossScale`, so that one switch turns scaling off and the rest of the script stays.
 
 The scale is a float32 power of two in all presets: multiplying by it and by its reciprocal is then

@@ -1,4 +1,4 @@
-"""The optimizer inside of our transformations, their states inside of others, and the orders.
+"""The optimizer inside of our transformations, their states inside of others, and refused orders.
 
 1. `checked_inner` gives the optimizer inside, with errors that say which trees are wrong.
    `transformation` makes a transformation of two functions: the first makes a state, which is then

@@ -25,7 +25,9 @@ from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is
 from jmp.autocasting._steps import Environment, Island, Rewrite, Single, Step, nodes_of
 
-WHY_SCALED = "the power of two of a factor behind it goes before it, lest it overflow"
+WHY_SCALED = (
+    "the power of two of a factor behind it is applied before, so that it does not overflow"
+)
 WHY_REST = "the power of two of its number is multiplied before a product"
 MOST_POWERS = 4  # of two, by which an operand is divided
 

@@ -5,9 +5,10 @@ is a float32 array as large as the weight, which each turn reads, adds to and wr
 product, over turns and rows at once, of what was multiplied and the cotangents of the results. So
 these are stacked, and multiplied behind the loop.
 
-In the tangent of the loop each such product has a *probe*, an addend of which only the tangent is
-used. Its tangent is the product of what was multiplied, stacked, and the tangent of the weight,
-computed before the loop of tangents. The transpose of that is the product behind the turns.
+With y_t = x_t W in turn t, the gradient of W is the sum over t of x_t^T times the cotangent of y_t.
+In the tangent of the loop, dy_t = dx_t W + dz_t, where dz_t = x_t dW is computed for all turns
+before the loop, from the stacked x_t. Its transpose is the one product behind the turns. The z_t,
+*probes*, are zeros: only their tangents are used, so that they never change a result.
 """
 
 import dataclasses
@@ -45,15 +46,16 @@ def multiply_with_addend(
 ) -> list[Any]:
     """Returns a half product whose tangent has an addend, a value of the body."""
     (result,) = as_it_is(step)(operands)
-    return [_with_addend(result, environment[addend])]
+    return [_with_tangent_of(result, environment[addend])]
 
 
 @jax.custom_jvp
-def _with_addend(result: Any, addend: Any) -> Any:
+def _with_tangent_of(result: Any, addend: Any) -> Any:
+    """Returns the result; the tangent of the addend is added to its tangent."""
     return result
 
 
-_with_addend.defjvp(lambda primals, tangents: (_with_addend(*primals), lax.add(*tangents)))
+_with_tangent_of.defjvp(lambda primals, tangents: (_with_tangent_of(*primals), lax.add(*tangents)))
 
 
 class Probe(NamedTuple):
@@ -102,7 +104,7 @@ def _probed(loop: Nested) -> Nested:
     is_large = sum(p.addend.size for p in probes) > MOST_RESULTS * of_weights
     if not probes or turns is None or is_large:
         return loop
-    stacked = _multiplied_values(probes)
+    stacked = _stacked_values(probes)
     graph = dataclasses.replace(
         plan.graph,
         inputs=[*plan.graph.inputs, *(probe.addend for probe in probes)],
@@ -145,7 +147,7 @@ def _probes_of(
     return found
 
 
-def _multiplied_values(probes: Sequence[Probe]) -> list[Value]:
+def _stacked_values(probes: Sequence[Probe]) -> list[Value]:
     """Returns what is multiplied and is no row, each once."""
     return list(dict.fromkeys(probe.other for probe in probes if probe.array is None))
 
@@ -179,7 +181,7 @@ def run_in_parts(
 
     def some_turns(operands: Sequence[Any]) -> list[Any]:
         run = lambda operands: kind_of("scan").emit(shorter, operands, functions)
-        return _some_turns(run, probes, turns, len(loop.stores), operands)
+        return _turns_with_probes(run, probes, turns, len(loop.stores), operands)
 
     if turns == scan.length:
         return some_turns(operands)
@@ -195,7 +197,7 @@ def run_in_parts(
     return [*carry, *(x.reshape(scan.length, *x.shape[2:]) for x in stacked)]
 
 
-def _some_turns(
+def _turns_with_probes(
     run: Callable[[Sequence[Any]], list[Any]],
     probes: Sequence[Probe],
     turns: int,
@@ -211,7 +213,7 @@ def _some_turns(
     """
     half = probes[0].step.stores[0]
     weights = {probe.position for probe in probes}
-    others = _multiplied_values(probes)
+    others = _stacked_values(probes)
 
     def zeros() -> list[Any]:
         return [jnp.zeros((turns, *probe.addend.aval.shape), half) for probe in probes]

@@ -1,4 +1,4 @@
-"""Programs for GPUs: the passes, and the smallest of them.
+"""Programs for GPUs: the passes, and those too small for a file of their own.
 
 Programs for a CPU are planned as those for GPUs, so that tests without one see the same program.
 """

@@ -1,4 +1,4 @@
-"""Programs for TPUs: the passes, and the smaller of them."""
+"""Programs for TPUs: the passes, and those too small for a file of their own."""
 
 from collections.abc import Sequence, Set
 from functools import partial, reduce
