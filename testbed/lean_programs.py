@@ -74,19 +74,21 @@ def residual(dtype, branch):
     return loss
 
 
+def normalised(x, dtype):
+    """A batch normalisation in float32."""
+    y = x.astype(jnp.float32)
+    mean = jnp.mean(y, (0, 1), keepdims=True)
+    scale = lax.rsqrt(jnp.mean(y * y, (0, 1), keepdims=True) - mean * mean + 1e-5)
+    return ((y - mean) * scale).astype(dtype)
+
+
 def squeeze_and_excite(dtype):
     """A value that a float32 mean and a gate read, behind a batch normalisation."""
-
-    def normalised(x):
-        y = x.astype(jnp.float32)
-        mean = jnp.mean(y, (0, 1), keepdims=True)
-        scale = lax.rsqrt(jnp.mean(y * y, (0, 1), keepdims=True) - mean * mean + 1e-5)
-        return ((y - mean) * scale).astype(dtype)
 
     def loss(params, x):
         x = x.astype(dtype)
         for w, gate in params:
-            y = jax.nn.silu(normalised(x @ w.astype(dtype)))
+            y = jax.nn.silu(normalised(x @ w.astype(dtype), dtype))
             pooled = jnp.mean(y.astype(jnp.float32), 1).astype(dtype)
             x = y * jax.nn.sigmoid(pooled @ gate.astype(dtype))[:, None]
         return mean_square(x @ params[0][0].astype(dtype))
@@ -154,6 +156,19 @@ def biased_loop(dtype):
     return loss
 
 
+def dense_block(dtype):
+    """Layers that read the input and all results before them, and a mean over places."""
+
+    def loss(params, x):
+        x = x.astype(dtype)
+        for w in params[:-1]:
+            x = jnp.concatenate([x, normalised(x, dtype) @ w[: x.shape[-1]].astype(dtype)], -1)
+        pooled = jnp.mean(jax.nn.relu(normalised(x, dtype)).astype(jnp.float32), 1)
+        return mean_square(pooled.astype(dtype) @ params[-1].astype(dtype))
+
+    return loss
+
+
 def lookup(dtype):
     """Rows taken by indices that do not repeat."""
 
@@ -201,8 +216,8 @@ def elu_stream(dtype):
     return loss
 
 
-def _matrices(count: int, columns: int = WIDTH) -> list[Any]:
-    return [_struct(WIDTH, columns)] * count
+def _matrices(count: int, columns: int = WIDTH, rows: int = WIDTH) -> list[Any]:
+    return [_struct(rows, columns)] * count
 
 
 _BATCH = (_struct(ROWS, WIDTH),)
@@ -244,6 +259,7 @@ LEAN_PROGRAMS = (
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
     LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
+    LeanProgram("dense block", dense_block, _matrices(3, 64, 192), (_struct(64, 1024, 64),)),
     LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
     LeanProgram(
         "messages",

@@ -280,27 +280,44 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
 
 
 def _front_and_island(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
-    """Returns an island, and the half operations in front of it."""
-    front, rest, is_recomputed = with_front(nodes, level)
-    in_front = [level.by_itself(node) for node in front]
-    return [*in_front, _island(rest, why, is_recomputed, level)]
+    """Returns an island, and the half operations before and behind it."""
+    before, inside, is_recomputed = with_front(nodes, level)
+    after = moved_after(inside, level)
+    steps = [level.by_itself(node) for node in before]
+    inside = [node for node in inside if node not in after]
+    steps.append(_island(inside, why, is_recomputed, level))
+    return steps + [level.by_itself(node) for node in after]
 
 
 def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Sequence[Node], bool]:
     """Returns the nodes of an island that run before it in half, the rest, and if it is recomputed.
 
     See `peel`. A bias in front of an island that is recomputed runs in half, even if no product
-    reads its sum. Where an island is kept, is large and a product follows, only a bias is better
-    added in half: XLA would store its cotangent in float32. An island that is linear throughout
-    stays what it is.
+    reads its sum. Where an island is kept, is large and a product follows, only what is exact, or
+    adds a bias, is better half: XLA would store the bias's cotangent in float32. An island that is
+    linear throughout stays what it is.
     """
     is_recomputed = choose_recompute(nodes, level)
     if is_recomputed or (feed(nodes, level) and not is_small(nodes, level)):
-        front, rest = peel(nodes, level)
+        front, rest = peel(nodes, level, is_recomputed)
         added = {value for node in front for value in node.inputs} - level.facts.dependent
-        if front and rest and (is_recomputed or any(value.varies for value in added)):
+        gains = is_recomputed or any(map(_is_exact, front)) or any(v.varies for v in added)
+        if front and rest and gains:
             return front, rest, is_recomputed
     return [], nodes, is_recomputed
+
+
+def moved_after(nodes: Sequence[Node], level: Level) -> list[Node]:
+    """Returns the nodes of an island that only move a result which leaves it in half in any case.
+
+    A Fourier transform reads float32: what is moved for it would be stored once more. Without this
+    a Fourier neural operator moves 5 % more bytes.
+    """
+    inside = set(nodes)
+    left = {value for node in nodes for value in node.outputs if not inside.issuperset(value.users)}
+    left = {value for value in left if level.leaves_half(value, inside)}
+    moves = (node for node in nodes if node.rule.hands_on and not node.reads_float32)
+    return [n for n in moves if n.inputs[0] in left and inside.isdisjoint(n.outputs[0].users)]
 
 
 def choose_recompute(nodes: Sequence[Node], level: Level) -> bool:
@@ -340,23 +357,27 @@ def feed(nodes: Iterable[Node], level: Level) -> bool:
 
 
 class Cone(NamedTuple):
-    """A linear function: the nodes that compute it, and the values that enter."""
+    """A function that loses little in half: the nodes that compute it, and what enters."""
 
     nodes: frozenset[Node]
     entering: frozenset[Value]
 
 
-def peel(nodes: Sequence[Node], level: Level) -> tuple[list[Node], list[Node]]:
-    """Splits linear nodes off the entry of an island where no more values enter the rest then.
+def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list[Node], list[Node]]:
+    """Splits nodes off the entry of an island where no more values enter the rest then.
 
     A residual addition in front of a LayerNorm: two half values enter before, their sum after; and
     the sum is needed in half anyway, for the next addition. A bias in front of a gelu: as many
     values enter, and the cotangent is rounded before the bias adds it up, so that XLA need not
     store it in float32 for two readers. Without peeling a U-Net moves 18 % more bytes, a GPT 14 %.
 
+    A relu of a half value is stored once, and not widened by each reader, if the island is kept: a
+    DenseNet moves 2 % fewer bytes.
+
     Args:
       nodes: of the island, in program order.
       level: what is decided of values from outside.
+      is_recomputed: whether the island is.
 
     Returns: the nodes in front, to run in half, and the rest.
     """
@@ -368,7 +389,7 @@ def peel(nodes: Sequence[Node], level: Level) -> tuple[list[Node], list[Node]]:
     for node in nodes:
         cone = None
         if not why_digits(node, inside, level):
-            cone = _linear_cone(node, cones, level, takes_biases)
+            cone = _cone(node, cones, level, takes_biases)
         cones[node] = cone
         if cone is None:
             continue
@@ -377,18 +398,27 @@ def peel(nodes: Sequence[Node], level: Level) -> tuple[list[Node], list[Node]]:
             for value in cone.entering
             if all(user in cone.nodes or user not in inside for user in value.users)
         ]
-        if node.rule.linear and sum(v.size for v in ends_here) >= node.outputs[0].size:
+        is_relu = _is_exact(node) and len(cone.nodes) == 1  # of a value that is half
+        is_half = node.rule.linear or (is_relu and not is_recomputed)
+        if is_half and sum(v.size for v in ends_here) >= node.outputs[0].size:
             front |= cone.nodes
     return [n for n in nodes if n in front], [n for n in nodes if n not in front]
 
 
-def _linear_cone(
+def _is_exact(node: Node) -> bool:
+    """Returns whether a result holds the numbers of operands in other places, or the largest."""
+    if node.insides:  # such as relu
+        return all(_is_exact(each) for inside in node.insides for each in inside.graph.nodes)
+    return node.rule.rearranges or node.name in ("max", "min")
+
+
+def _cone(
     node: Node, cones: Mapping[Node, Cone | None], level: Level, takes_biases: bool
 ) -> Cone | None:
     """Returns the cone of a node of an island, given those of the nodes before; None for none."""
-    rule, result = node.rule, node.outputs[0]
+    rule = node.rule
     is_float32 = rule.category is Category.FULL or node.region.in_float32
-    if is_float32 or not (rule.linear or rule.hands_on):
+    if is_float32 or not (rule.linear or rule.hands_on or _is_exact(node)):
         return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()
@@ -401,21 +431,26 @@ def _linear_cone(
             nodes |= cone.nodes
             # A part of a value counts as a value by itself: the gates of an LSTM.
             entering |= {value} if producer.rule.selects else cone.entering
-        elif value not in level.facts.dependent:
-            # A bias may go along. A mask, a row that no gradient flows into, such as a target of a
-            # loss, or an input as large as the result may not.
-            if not (value.varies and value.is_vector and takes_biases):
-                return None
-            held = level.magnitudes[value]  # of `1 / scale`, say
-            if held.exceeds_half or held.degree < 0:
-                return None
-            if value.source_size >= result.size:
-                return None
-        elif level.dtypes[value] == level.half:
+        elif value in level.facts.dependent and level.dtypes[value] == level.half:
             entering.add(value)
-        else:
+        elif not _goes_along(value, node, level, takes_biases):
             return None
     return Cone(frozenset(nodes), frozenset(entering))
+
+
+def _goes_along(value: Value, node: Node, level: Level, takes_biases: bool) -> bool:
+    """Returns whether a value may be rounded for a half operation: a bias, the zero of a relu.
+
+    A mask, a row that no gradient flows into, such as a target of a loss, or an input as large as
+    the result may not.
+    """
+    if value in level.facts.dependent:
+        return False
+    if value.constant is not None:
+        return _is_exact(node) and not value.is_extreme
+    held = level.magnitudes[value]  # of `1 / scale`, say
+    is_bias = value.is_vector and takes_biases and value.source_size < node.outputs[0].size
+    return is_bias and value.varies and not (held.exceeds_half or held.degree < 0)
 
 
 # Facts of an island that its step holds.

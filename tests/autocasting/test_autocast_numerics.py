@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jmp
+from jmp.autocasting.targets._slopes import log_of_sum
 from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import eye, half, ones
@@ -276,20 +277,31 @@ def test_random_bits_are_identical(name, implementation):
     np.testing.assert_array_equal(drawn, jax.jit(function)(key, x)[0])
 
 
+@pytest.mark.parametrize(("function", "scale"), [(jnp.tanh, 1e9), (jax.nn.softplus, 1e4)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_slope_of_a_saturated_tanh_that_the_loss_differentiates_keeps_its_digits(dtype):
+def test_a_saturated_slope_that_the_loss_differentiates_keeps_its_digits(dtype, function, scale):
     """One minus the square of a half number near one has no digits left."""
     keys = jax.random.split(jax.random.key(0), 3)
     first, last = (jax.random.normal(key, (32, 32)) / 24 for key in keys[:2])
     points = jax.random.normal(keys[2], (1024, 32))
 
     def loss(first):
-        u = lambda x: jnp.tanh(x @ first + 5) @ last
+        u = lambda x: function(x @ first + 5) @ last
         along = jax.jvp(u, (points,), (jnp.ones_like(points),))[1]
-        return 1e9 * jnp.mean(along**2)
+        return scale * jnp.mean(along**2)
 
     found = jax.grad(jmp.autocast(loss, f"mixed_{dtype}"))(first)
     assert relative_error(found, jax.grad(loss)(first)) < 4 * jnp.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("y", [0.0, -80.0, -np.inf])
+def test_the_slopes_of_a_log_of_a_sum_of_powers(y):
+    x = np.array([0, 1e-40, 1, -1, 80, -80, 1e30, -1e30, np.inf])
+    slope = lambda x, y: (1 + np.tanh((x - y) / 2)) / 2
+    exact = [np.logaddexp(x, y), slope(x, y), slope(x, y) * slope(y, x)]
+    functions = [log_of_sum, jax.grad(log_of_sum), jax.grad(jax.grad(log_of_sum))]
+    got = [jax.vmap(lambda x, f=f: f(x, y))(x.astype(np.float32)) for f in functions]
+    np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])

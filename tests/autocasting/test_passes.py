@@ -106,6 +106,11 @@ def pooled(w, x):
     return jnp.mean((jnp.max(jnp.minimum(x @ w, 0.25), 0, keepdims=True) @ U) ** 2)  # with ties
 
 
+def pushed(w, x):
+    energy = lambda x: jnp.sum(jax.nn.softplus(x @ w) @ U)
+    return jnp.mean(jax.grad(energy)(x) ** 2)
+
+
 def recurrent(w, x):
     turn = lambda state, row: (jnp.tanh(state @ w + row), None)
     return jnp.mean((lax.scan(turn, x, jnp.stack([x, -x, x]))[0] @ U) ** 2)
@@ -120,6 +125,7 @@ PROGRAMS = {
     "scaled scores": (attention(32), {}),
     "maxima are compared in half": (pooled, {}),
     "rows that repeat few times": (looked_up, {}),
+    "slopes of softplus": (pushed, {}),
     "weights are summed after turns": (recurrent, {}),
     "pick as a sum": (classes, {}),
     "rows in one pass": (lambda w, x: jax.nn.logsumexp(jnp.tanh(x @ w) @ V, axis=1).mean(), {}),
