@@ -157,11 +157,11 @@ def biased_loop(dtype):
 
 
 def dense_block(dtype):
-    """Layers that read the input and all results before them, and a mean over places."""
+    """Layers that read all results before them, and a mean over places."""
 
     def loss(params, x):
-        x = x.astype(dtype)
-        for w in params[:-1]:
+        x = x.astype(dtype) @ params[0][: x.shape[-1]].astype(dtype)
+        for w in params[1:-1]:
             x = jnp.concatenate([x, normalised(x, dtype) @ w[: x.shape[-1]].astype(dtype)], -1)
         pooled = jnp.mean(jax.nn.relu(normalised(x, dtype)).astype(jnp.float32), 1)
         return mean_square(pooled.astype(dtype) @ params[-1].astype(dtype))
@@ -259,7 +259,7 @@ LEAN_PROGRAMS = (
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
     LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
-    LeanProgram("dense block", dense_block, _matrices(3, 64, 192), (_struct(64, 1024, 64),)),
+    LeanProgram("dense block", dense_block, _matrices(4, 64, 192), (_struct(64, 1024, 64),)),
     LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
     LeanProgram(
         "messages",
