@@ -74,11 +74,13 @@ def _run_shared(step: Single | Island, make: Callable[[], Function], arrays: Any
     # NumPy casts arrays of its own, while the program is traced.
     if step.shared is None or not all(map(_jax_compat.is_jax_array, arrays)):
         return make()(*arrays)
-    if not step.shared:
+    # A pass over a level outside may have changed the lowering of some that were alike.
+    lowering = step.lowering if isinstance(step, Single) else None
+    if lowering not in step.shared:
         is_cached = isinstance(step, Island) and step.is_recomputed
         # Inline, so that the program has the same equations.
-        step.shared.append(make() if is_cached else jax.jit(make(), inline=True))
-    return step.shared[0](*arrays)
+        step.shared[lowering] = make() if is_cached else jax.jit(make(), inline=True)
+    return step.shared[lowering](*arrays)
 
 
 def _run_single(step: Single, environment: Environment) -> list[Any]:

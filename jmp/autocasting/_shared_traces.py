@@ -26,10 +26,10 @@ def sharing_functions(steps: Sequence[Any]) -> list[Any]:
     for step in steps:
         if isinstance(step, Island) or (isinstance(step, Single) and _has_derivative(step.node)):
             alike[_key_of(step)].append(step)
-    shared: dict[int, list[Function]] = {}
+    shared: dict[int, dict[Any, Function]] = {}
     for group in alike.values():
         if len(group) >= (2 if isinstance(group[0], Island) else FEWEST_ALIKE):
-            shared |= dict.fromkeys(map(id, group), [])
+            shared |= dict.fromkeys(map(id, group), {})
     return [s._replace(shared=shared[id(s)]) if id(s) in shared else s for s in steps]
 
 

@@ -102,9 +102,9 @@ class Single(NamedTuple):
     lowering: Lowering | None = None  # None: the primitive is bound as it is
     notes: tuple[str, ...] = ()  # sentences for reports, beside `why`
     reads_offset: bool = False  # beside an offset, few digits of an operand are left
-    # Of steps that are alike (`_shared_traces`), with their function once one of them has run: the
-    # one part of a plan that changes.
-    shared: "list[Function] | None" = None
+    # Of steps that are alike (`_shared_traces`), with their function, by its lowering, once one of
+    # them has run: the one part of a plan that changes.
+    shared: dict[Any, Function] | None = None
 
     @property
     def is_half(self) -> bool:
@@ -162,7 +162,7 @@ class Island(NamedTuple):
     numbers: tuple[Value, ...] = ()  # arrays of one number, which it makes
     rewrites: Mapping[Node, Rewrite] = {}
     prevent_cse: bool = False  # XLA must not merge its recomputation with its forward pass
-    shared: "list[Function] | None" = None  # as of single steps
+    shared: dict[Any, Function] | None = None  # as of single steps
 
     def written_in(self, dtype: np.dtype) -> Set[Value]:
         """Returns the results that leave in a dtype."""

@@ -24,13 +24,24 @@ Numbers = np.ndarray[Any, Any]
 
 # Most masks and indices are made of these. NumPy computes the same numbers at once; JAX would
 # compile each operation, for the default device.
-IN_NUMPY = (
-    "add:add sub:subtract mul:multiply max:maximum min:minimum lt:less le:less_equal gt:greater "
-    "ge:greater_equal eq:equal ne:not_equal and:bitwise_and or:bitwise_or not:bitwise_not "
-    "floor:floor neg:negative sign:sign"
-)
 BY_NUMPY: dict[str, Callable[..., Any]] = {
-    **{name: getattr(np, own) for name, own in (pair.split(":") for pair in IN_NUMPY.split())},
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.bitwise_not,
+    "floor": np.floor,
+    "neg": np.negative,
+    "sign": np.sign,
     "div": lambda left, right: _quotient(left, right),
     "rem": lambda left, right: np.where(right == 0, left, np.fmod(left, right)),
     "select_n": lambda which, first, second: np.where(which, second, first),
