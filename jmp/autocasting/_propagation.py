@@ -4,7 +4,7 @@
   - a `Propagation` follows what is known of values forwards, from the inputs to the outputs. The
     turns of a loop are followed until nothing new is found.
 
-What is followed backwards goes through graphs (`_facts.reaching`).
+`_facts.reaching` goes backwards, through graphs.
 """
 
 import dataclasses
