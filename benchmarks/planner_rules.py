@@ -121,7 +121,6 @@ class Rule(NamedTuple):
 RULES = [
     Rule("islands are recomputed", {"_islands.choose_recompute": lambda *_: False}),
     Rule("peeling", {"_islands.peel": lambda nodes, *_: ([], nodes)}),
-    Rule("moved behind an island", {"_islands.moved_after": lambda *_: []}),
     Rule("half between islands", {"_islands.half_between": lambda *_: set()}),
     Rule("numbers are repeated inside", {"_islands.repeated_numbers": lambda _: []}),
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),

@@ -228,9 +228,7 @@ def _known_result(
         is_number = first.literal is not None and np.ndim(first.literal) == 0
         known = known_number(float(first.literal), half) if is_number else first.known
         fits_half = first.fits_half or first.dtype == np.bool_
-        return known._replace(
-            fits_half=fits_half, source=first.source, array=None, provenance=provenance
-        )
+        return known._replace(fits_half=fits_half, array=None, provenance=provenance)
     if rule.keeps_range:
         is_extreme = any(value.is_extreme for value in operands)
         return Known(is_extreme=is_extreme, provenance=provenance)

@@ -62,19 +62,13 @@ def plan_component(nodes: Sequence[Node], level: Level) -> list[Step]:
       level: what is decided of values from outside.
     """
     why = reasons_for(nodes, level)
-    if not why:
-        return [level.by_itself(node) for node in nodes]
-    single = half_between(nodes, why, level)
+    single = half_between(nodes, why, level) if why else set()
     if not single:
         return _front_and_island(nodes, why, level)
     steps: list[Step] = []
     for stage in stages(nodes, single):
         for part in group((node for node in stage if node not in single), level.facts.cuts):
-            reasons = reasons_for(part, level)
-            if reasons:
-                steps += _front_and_island(part, reasons, level)
-            else:
-                steps += map(level.by_itself, part)
+            steps += _front_and_island(part, reasons_for(part, level), level)
         steps += [level.by_itself(node) for node in stage if node in single]
     return steps
 
@@ -280,13 +274,12 @@ def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
 
 
 def _front_and_island(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -> list[Step]:
-    """Returns an island, and the half operations before and behind it."""
-    before, inside, is_recomputed = with_front(nodes, level)
-    after = moved_after(inside, level)
-    steps = [level.by_itself(node) for node in before]
-    inside = [node for node in inside if node not in after]
-    steps.append(_island(inside, why, is_recomputed, level))
-    return steps + [level.by_itself(node) for node in after]
+    """Returns an island, and the half operations in front of it; only these without a reason."""
+    if not why:
+        return [level.by_itself(node) for node in nodes]
+    front, rest, is_recomputed = with_front(nodes, level)
+    in_front = [level.by_itself(node) for node in front]
+    return [*in_front, _island(rest, why, is_recomputed, level)]
 
 
 def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Sequence[Node], bool]:
@@ -305,19 +298,6 @@ def with_front(nodes: Sequence[Node], level: Level) -> tuple[Sequence[Node], Seq
         if front and rest and gains:
             return front, rest, is_recomputed
     return [], nodes, is_recomputed
-
-
-def moved_after(nodes: Sequence[Node], level: Level) -> list[Node]:
-    """Returns the nodes of an island that only move a result which leaves it in half in any case.
-
-    A Fourier transform reads float32: what is moved for it would be stored once more. Without this
-    a Fourier neural operator moves 5 % more bytes.
-    """
-    inside = set(nodes)
-    left = {value for node in nodes for value in node.outputs if not inside.issuperset(value.users)}
-    left = {value for value in left if level.leaves_half(value, inside)}
-    moves = (node for node in nodes if node.rule.hands_on and not node.reads_float32)
-    return [n for n in moves if n.inputs[0] in left and inside.isdisjoint(n.outputs[0].users)]
 
 
 def choose_recompute(nodes: Sequence[Node], level: Level) -> bool:
@@ -461,8 +441,7 @@ def _island(
 ) -> Island:
     """Returns the step, and decides how what leaves the island is stored."""
     outputs, own = set(level.graph.outputs), set(nodes)
-    values = (value for node in nodes for value in node.outputs)
-    leaving = [v for v in values if v in outputs or not own.issuperset(v.users)]
+    leaving = [v for n in nodes for v in n.outputs if v in outputs or not own.issuperset(v.users)]
     entering = values_entering(nodes)
     numbers = repeated_numbers(entering)
     # All readers of an input of a norm over rows share one cast, so that its cotangents add up

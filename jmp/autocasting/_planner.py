@@ -105,9 +105,8 @@ class Planner(Level):
             single = self._single(node, Arithmetic.FLOAT32, why_region(node))
             if node.region.in_float32 or not node.rule.rounds or self._reads_products(node):
                 return single
-            return single._replace(
-                stores=tuple(self.write_of(v, {node}).dtype for v in node.outputs)
-            )
+            writes = [self.write_of(value, {node}) for value in node.outputs]
+            return single._replace(stores=tuple(write.dtype for write in writes))
         if category is Category.LOW:
             if why := why_not_lowered(node, self.half):
                 return self._single(node, Arithmetic.FLOAT32, why)

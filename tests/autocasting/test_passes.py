@@ -111,6 +111,12 @@ def pushed(w, x):
     return jnp.mean(jax.grad(energy)(x) ** 2)
 
 
+def spectral(w, x):
+    y = jax.nn.gelu(x @ w)
+    mixed = jnp.fft.irfft(jnp.fft.rfft(y.T)).T
+    return jnp.mean((jax.nn.gelu(y @ V + mixed) @ U) ** 2)
+
+
 def recurrent(w, x):
     turn = lambda state, row: (jnp.tanh(state @ w + row), None)
     return jnp.mean((lax.scan(turn, x, jnp.stack([x, -x, x]))[0] @ U) ** 2)
@@ -126,6 +132,7 @@ PROGRAMS = {
     "maxima are compared in half": (pooled, {}),
     "rows that repeat few times": (looked_up, {}),
     "slopes of softplus": (pushed, {}),
+    "moves behind islands": (spectral, {}),
     "weights are summed after turns": (recurrent, {}),
     "pick as a sum": (classes, {}),
     "rows in one pass": (lambda w, x: jax.nn.logsumexp(jnp.tanh(x @ w) @ V, axis=1).mean(), {}),
