@@ -145,10 +145,7 @@ RULES = [
     Rule("counts are exact", {"_flatten._products.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten._products.reads_inputs": lambda _: False}),
     Rule("streams are carried in half", {"kinds.loops.LAYERS": 0}),
-    Rule(
-        "states of products are carried in half",
-        {"kinds.loops.carried_in_half": _only_streams},
-    ),
+    Rule("states of products are carried in half", {"kinds.loops.carried_in_half": _only_streams}),
     Rule("one cast for all readers", {"_islands.Island": _island_with(shares_casts=False)}),
     Rule("a cast of its own elsewhere", {"_islands.Island": _island_with(shares_casts=True)}),
     *(

@@ -246,10 +246,7 @@ def bytes_of(console: Console) -> dict[str, Any]:
         state = jax.eval_shape(tx.init, params)
         program = compile_for_h200(update_of(tx), params, state, params, donate_argnums=(0, 1))
         held = [nbytes(tree) / count for tree in (params, state)]
-        rows[way] = {
-            "held": sum(held),
-            "moved": program.bytes_moved / count,
-        }
+        rows[way] = {"held": sum(held), "moved": program.bytes_moved / count}
         console.print(f"{way:40} held {rows[way]['held']:.2f}, moved {rows[way]['moved']:.2f}")
     return {"parameters": count, "tensors": len(SHAPES), "ways": rows}
 

@@ -257,11 +257,7 @@ SMALL_UPDATE_ROWS = tuple(
     for name in STORED
 )
 GENERATION_ROWS = tuple(
-    Row(
-        f"decode-{loop}-{cache}",
-        f"{title}, {loop}",
-        functools.partial(decode, loop, cache),
-    )
+    Row(f"decode-{loop}-{cache}", f"{title}, {loop}", functools.partial(decode, loop, cache))
     for cache, title in GENERATION.items()
     for loop in (LOOPS if cache == "filled" else LOOPS[:1])
 )

@@ -138,10 +138,7 @@ MIGRATIONS = (
         "Flax's `TrainState` to ours", inner, DYNAMIC, pack=in_state(train_state.TrainState, inner)
     ),
     Migration(
-        "our `TrainState` to Flax's",
-        DYNAMIC,
-        inner,
-        pack=in_state(linen.TrainState, DYNAMIC),
+        "our `TrainState` to Flax's", DYNAMIC, inner, pack=in_state(linen.TrainState, DYNAMIC)
     ),
 )
 

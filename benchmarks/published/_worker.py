@@ -69,12 +69,7 @@ def measured(source: str, name: str) -> dict[str, Any]:
     recipes = {"float32": reference}
     for recipe, (make, half) in recipes_of(row).items():
         recipes[recipe] = attempt(make, row, model, half, gradients)
-    return {
-        "title": row.title,
-        "source": source,
-        "versions": versions(source),
-        "recipes": recipes,
-    }
+    return {"title": row.title, "source": source, "versions": versions(source), "recipes": recipes}
 
 
 def attempt(

@@ -28,10 +28,7 @@ TOGETHER = 10  # in one test
 # Of the numbers of an array that a program holds: what is drawn at random differs by processor.
 NUMBERS = re.compile(r"#[0-9a-f]{12}\b")
 # Of random attentions: their policy, numbers and length.
-RANDOM = {
-    "gpu": ("mixed_float16", range(60), 14),
-    "tpu": ("mixed_bfloat16", range(60, 100), 128),
-}
+RANDOM = {"gpu": ("mixed_float16", range(60), 14), "tpu": ("mixed_bfloat16", range(60, 100), 128)}
 
 
 @functools.cache

@@ -204,9 +204,7 @@ IN_FLOAT32 = {
         with_record(lambda kept, x: product_with_a_rule(kept, W)), ROW_OF_EACH
     ),
     "changing places, and a sum after the loop": Turn(
-        lambda kept, x, t: (kept[::-1], x @ W + kept[0] @ W),
-        (X, X),
-        lambda kept: jnp.sum(kept[0]),
+        lambda kept, x, t: (kept[::-1], x @ W + kept[0] @ W), (X, X), lambda kept: jnp.sum(kept[0])
     ),
     "next to a sum": Turn(next_to_a_sum, (X, X)),
 }

@@ -236,10 +236,7 @@ def steep(h, w, x):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("cell", "start"),
-    [(normalised, 1e-3), (steep, 100.0)],
-)
+@pytest.mark.parametrize(("cell", "start"), [(normalised, 1e-3), (steep, 100.0)])
 def test_states_that_half_does_not_hold_are_kept_in_float32(cell, start, half):
     """Rounded, a small one has no logarithm, and two large ones no difference."""
 

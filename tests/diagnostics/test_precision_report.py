@@ -176,11 +176,7 @@ ODD_SIZES = [  # a function, shapes of its arguments, and what its hazards say
     (product, [(197, 256), (123, 197)], "with 123 rows, 197 summed elements, no multiple"),
     # XLA multiplies 5 x 197 rows by one matrix. Modules that repeat make one sentence.
     (repeated, TOKENS, r"\(layer_\*\) multiplies .* with 985 rows, no"),
-    (
-        two_sizes,
-        TOKENS,
-        r"\(layer_\*\) .* 985 rows, no .*\n.* 197 rows, 197 columns",
-    ),
+    (two_sizes, TOKENS, r"\(layer_\*\) .* 985 rows, no .*\n.* 197 rows, 197 columns"),
     (body_and_head, [(512, 512), (512, 10), (256, 512)], "10 columns"),
 ]
 
