@@ -24,18 +24,8 @@ BYTES, TEMP, KERNELS = "bytes_moved", "temp_bytes", "kernels"
 MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
-    "forces": (
-        "softplus is stored in float32, because its derivative subtracts it from what it was "
-        "computed from"
-    ),
     "neural-ode": "the state of the loop, to which each turn adds, is float32",
-    "fourier-operator": (
-        "what the Fourier transforms of the backward pass read is float32, by hand partly half"
-    ),
-    "densenet": (
-        "the last norm, which only a mean reads, is stored in float32, and so is the input, which "
-        "many layers read"
-    ),
+    "densenet": "the input, which many layers join, is float32: nothing bounds it",
     "dlrm": LOOKUPS,
     "message-passing": LOOKUPS,
     "crossed": LOOKUPS,
