@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jmp import _jax_compat
+from jmp._jax_compat import Params
 from jmp.autocasting import _islands, _lowerings, _sending
 from jmp.autocasting._facts import Destination, Info, compared_values
 from jmp.autocasting._flatten import graph_of
@@ -23,7 +24,7 @@ from jmp.autocasting._level import Level
 from jmp.autocasting._magnitudes import Magnitude, magnitude_of_sums
 from jmp.autocasting._numbers import ValueProvenance, dtype_of
 from jmp.autocasting._precision import why_not_lowered
-from jmp.autocasting._registry import Category, params_in_half
+from jmp.autocasting._registry import DTYPE_PARAMS, Category
 from jmp.autocasting._request import Request
 from jmp.autocasting._shared_traces import sharing_functions
 from jmp.autocasting._steps import Arithmetic, Context, Plan, Read, Single, Step, runnable_order
@@ -195,7 +196,7 @@ class Planner(Level):
         if arithmetic is Arithmetic.HALF:
             reads = tuple([self._read_half(node, value) for value in node.inputs])
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
-            params = params_in_half(node.params, self.half) if is_half else node.params
+            params = _params_in_half(node.params, self.half) if is_half else node.params
         else:
             reads = tuple([Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs])
             params = node.params
@@ -229,6 +230,11 @@ class Planner(Level):
 
 def _complex(values: Iterable[Value]) -> list[Value]:
     return [v for v in values if np.issubdtype(dtype_of(v) or np.bool_, np.complexfloating)]
+
+
+def _params_in_half(params: Params, half: np.dtype) -> Params:
+    """Returns what an equation with these parameters is bound with in half."""
+    return {**params, **{name: half for name in DTYPE_PARAMS if name in params}}
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

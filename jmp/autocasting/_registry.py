@@ -17,9 +17,6 @@ import functools
 import sys
 from typing import Any
 
-import numpy as np
-
-from jmp._jax_compat import Params
 from jmp._messages import described, listed, wrong
 
 
@@ -179,11 +176,6 @@ def register_rule(primitives: Any, category: Category | str, reason: str, traits
 def rule_for(name: str) -> Rule:
     """Returns the rule of the primitive called `name`; `NO_RULE` where there is none."""
     return _RULES.get(name, NO_RULE)
-
-
-def params_in_half(params: Params, half: np.dtype) -> Params:
-    """Returns what an equation with these parameters is bound with in half."""
-    return {**params, **{name: half for name in DTYPE_PARAMS if name in params}}
 
 
 def is_low(equation: Any) -> bool:
