@@ -11,18 +11,16 @@ from jax.extend import core, source_info_util
 Params = Mapping[str, Any]
 T = TypeVar("T")
 
-# Equations that call one function once, with their operands as its arguments.
-CALLS = frozenset({
-    "jit", "pjit", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call",
-    "shard_map", "closed_call", "core_call", "eval_jaxpr",
-})  # fmt: skip
 JITS = ("jit", "pjit")
+REMAT = ("checkpoint", "remat", "remat2")
 # They say nothing but which function. JAX 0.12 binds one for a call of `jax.jit(f).trace(x)`.
 PLAIN_CALLS = ("closed_call", "core_call", "eval_jaxpr")
+# Equations that call one function once, with their operands as its arguments.
+OTHER_CALLS = ("custom_jvp_call", "custom_vjp_call", "shard_map")
+CALLS = frozenset((*JITS, *REMAT, *PLAIN_CALLS, *OTHER_CALLS))
 # Kernels that run as they were written, with their products.
 OPAQUE = ("pallas_call",)
 PSUMS = ("psum", "psum2", "psum_invariant")
-REMAT = ("checkpoint", "remat", "remat2")
 # The name scope of what remat computes again in a backward pass.
 RECOMPUTED = "rematted_computation"
 

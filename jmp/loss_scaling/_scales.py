@@ -296,7 +296,10 @@ class DynamicLossScale(LossScale):
         return _replace_leaves(self, loss_scale=scale, counter=counter)
 
     def _next(self, finite: jax.Array, backs_off: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the next scale and count."""
+        """Returns the next scale and count.
+
+        A step that is not finite starts the count again; with hysteresis not each backs off.
+        """
         counted = jnp.clip(self.counter, 0, _LARGEST_COUNT - 1) + 1
         whole_period = math.ceil(min(self.period, _LARGEST_COUNT))
         grows = finite & (counted >= whole_period) & (self.period <= _LARGEST_COUNT)
