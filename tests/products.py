@@ -48,8 +48,7 @@ def equations(jaxpr):
         if platforms := params.pop("branches_platforms", None):
             pairs = zip(platforms, params["branches"], strict=True)
             params["branches"] = [branch for names, branch in pairs if names != ("cpu",)]
-        params = list(params.values())
-        for value in jax.tree.leaves(params, is_leaf=lambda v: hasattr(v, "eqns")):
+        for value in jax.tree.leaves(list(params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)

@@ -113,8 +113,7 @@ def pushed(w, x):
 
 def spectral(w, x):
     y = jax.nn.gelu(x @ w)
-    mixed = jnp.fft.irfft(jnp.fft.rfft(y.T)).T
-    return jnp.mean((jax.nn.gelu(y @ V + mixed) @ U) ** 2)
+    return jnp.mean((jax.nn.gelu(y @ V + jnp.fft.irfft(jnp.fft.rfft(y.T)).T) @ U) ** 2)
 
 
 def recurrent(w, x):

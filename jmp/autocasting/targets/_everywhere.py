@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jmp.autocasting._graph import Node
+from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, with_derivative
 from jmp.autocasting._passes import Pass
@@ -40,10 +40,20 @@ def move_behind(steps: Sequence[Step], level: Level) -> list[Step]:
 
 
 def _moves_of_results(island: Island, level: Level) -> list[Node]:
-    """Returns the nodes that move what an island stores in half, and that it does not read."""
-    half, inside = island.written_in(level.half), set(island.nodes)
+    """Returns the nodes that move what an island stores in half, for Fourier transforms only.
+
+    These are float32 for want of a half kernel (`Rule.rounds`). Any other reader of float32, such
+    as a Cholesky decomposition or a sum, has more digits from a result that is not rounded.
+    """
+    half = island.written_in(level.half)
+    read_else = {*level.graph.outputs, *(value for node in island.nodes for value in node.inputs)}
+
+    def is_for_transforms(moved: Value) -> bool:
+        rounds = all(user.rule.rounds for user in moved.users)
+        return rounds and moved not in read_else and not level.is_out_of_range(moved, moved.users)
+
     moves = (node for node in island.nodes if node.rule.hands_on and not node.reads_float32)
-    return [n for n in moves if n.inputs[0] in half and inside.isdisjoint(n.outputs[0].users)]
+    return [n for n in moves if n.inputs[0] in half and is_for_transforms(n.outputs[0])]
 
 
 # Maxima along axes are found in half: they are exact, and so is which numbers equal them.
