@@ -14,7 +14,6 @@ pytestmark = pytest.mark.full
 
 # Sources that draw no parameters of models: a second, not ten.
 QUICK = ("planned", "operations", "chains", "graphs", "nests", "sharded")
-COUNT = 2
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def quick_sources(monkeypatch):
 
 
 def written(path):
-    plan_sample.write(path, COUNT)
+    plan_sample.write(path, 2)
     return path
 
 
