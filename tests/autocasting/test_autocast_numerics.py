@@ -304,6 +304,16 @@ def test_what_an_island_moves_for_others_than_fourier_transforms_is_not_rounded(
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
+def test_a_split_of_which_a_fourier_transform_reads_one_part_stays_in_its_island():
+    def transformed(x):
+        y = jax.nn.gelu(half(x))
+        first, last = lax.split(y, (128, 128))
+        return half(y), jnp.fft.rfft(first).real, half(jnp.exp(last))
+
+    x = jax.random.normal(jax.random.key(0), (256, 64))
+    assert relative_error(jmp.autocast(transformed, "mixed_float16")(x), transformed(x)) < 1e-3
+
+
 @pytest.mark.parametrize("y", [0.0, -80.0, -np.inf])
 def test_the_slopes_of_a_log_of_a_sum_of_powers(y):
     x = np.array([0, 1e-40, 1, -1, 80, -80, 1e30, -1e30, np.inf])

@@ -53,7 +53,8 @@ def _moves_of_results(island: Island, level: Level) -> list[Node]:
         return rounds and moved not in read_else and not level.is_out_of_range(moved, moved.users)
 
     moves = (node for node in island.nodes if node.rule.hands_on and not node.reads_float32)
-    return [n for n in moves if n.inputs[0] in half and is_for_transforms(n.outputs[0])]
+    # A split has several results.
+    return [n for n in moves if n.inputs[0] in half and all(map(is_for_transforms, n.outputs))]
 
 
 # Maxima along axes are found in half: they are exact, and so is which numbers equal them.
