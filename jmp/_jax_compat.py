@@ -104,8 +104,8 @@ def is_plain_call(equation: core.JaxprEqn) -> bool:
     return not (is_placed or is_laid_out or options)
 
 
-# The parameters of equations that hold functions, which no other file reads, but that `_precision`
-# has the names of custom derivatives' rules. Those of plain operations, such as `axes`, are read
+# The parameters of equations that hold functions. No other file reads them, except for the rules of
+# custom derivatives, which `_precision` names. Those of plain operations, such as `axes`, are read
 # where they are used: `git grep "params\["` finds them. The arguments of `lax.scan` and its like
 # stand in `kinds/loops.py` and `targets/_weight_sums.py`, which call them.
 
@@ -304,7 +304,9 @@ def empty_name_stack() -> Any:
 
 def nested_stack(outer: Any, inner: Any) -> Any:
     """Returns the name stack of `inner` within `outer`; one of them, if the other is empty."""
-    return outer + inner if outer.stack and inner.stack else (inner if inner.stack else outer)
+    if not outer.stack:
+        return inner
+    return outer + inner if inner.stack else outer
 
 
 def bind(primitive: Any, operands: Any, params: Any) -> list[Any]:

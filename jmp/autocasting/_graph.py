@@ -68,7 +68,7 @@ class Value:
         return source_through(self, lambda node: node.rule.moves)
 
     def moved(self) -> Iterator["Value"]:
-        """Yields it, and all that is it moved."""
+        """Yields the value, and all values that are only it moved."""
         return downstream(self, lambda node: node.rule.moves)
 
 

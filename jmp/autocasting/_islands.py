@@ -227,7 +227,7 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         if value.producer in inside:
             return is_whole and not level.is_out_of_range(value, value.users)
         is_input = value not in level.facts.dependent and value.varies
-        return not value.is_float32 or level.dtypes[value] == level.half or (is_input and is_whole)
+        return not value.is_float32 or level.is_half(value) or (is_input and is_whole)
 
     def is_stream(node: Node) -> bool:
         """Returns whether a node adds to what was read in front of a barrier."""
@@ -411,7 +411,7 @@ def _cone(
             nodes |= cone.nodes
             # A part of a value counts as a value by itself: the gates of an LSTM.
             entering |= {value} if producer.rule.selects else cone.entering
-        elif value in level.facts.dependent and level.dtypes[value] == level.half:
+        elif value in level.facts.dependent and level.is_half(value):
             entering.add(value)
         elif not _goes_along(value, node, level, takes_biases):
             return None
