@@ -379,7 +379,12 @@ def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list
             if all(user in cone.nodes or user not in inside for user in value.users)
         ]
         is_relu = _keeps_numbers(node) and len(cone.nodes) == 1  # of a value that is half
-        is_half = node.rule.linear or node.rule.rearranges or (is_relu and not is_recomputed)
+        is_half = (
+            _is_bounded(node)
+            or node.rule.linear
+            or node.rule.rearranges
+            or (is_relu and not is_recomputed)
+        )
         if is_half and sum(v.size for v in ends_here) >= node.outputs[0].size:
             front |= cone.nodes
     return [n for n in nodes if n in front], [n for n in nodes if n not in front]
@@ -392,13 +397,20 @@ def _keeps_numbers(node: Node) -> bool:
     return node.rule.rearranges or node.name in ("max", "min")
 
 
+def _is_bounded(node: Node) -> bool:
+    """Returns whether a result is bounded by one, and neither it nor its operand is read elsewhere."""
+    is_read_here = len(node.inputs[0].users) == 1
+    return node.rule.bounded and is_read_here and not any(map(_cancels, node.outputs[0].users))
+
+
 def _cone(
     node: Node, cones: Mapping[Node, Cone | None], level: Level, takes_biases: bool
 ) -> Cone | None:
     """Returns the cone of a node of an island, given those of the nodes before; None for none."""
     rule = node.rule
     is_float32 = rule.category is Category.FULL or node.region.in_float32
-    if is_float32 or not (rule.linear or rule.hands_on or _keeps_numbers(node)):
+    keeps_digits = rule.linear or rule.hands_on or _keeps_numbers(node)
+    if is_float32 or not (keeps_digits or (takes_biases and _is_bounded(node))):
         return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()

@@ -176,38 +176,14 @@ def _range_of(operand: Operand) -> str:
 
 # Primitives that are infinite or NaN if one operand is zero, with the number of that operand.
 DIVISORS = {"div": 1, "log": 0, "rsqrt": 0}
+# By the kind of a cause that is no operation.
 CURES = {
-    # By the kind of a cause.
     "argument": "It came in like this: nothing in this function made it. Look at the data, or at "
     "the step before; jmp.transforms.with_loss_scale skips an update that is not finite.",
     "constant": "It is written in the program, or closed over, and reaches a result: look at this "
     "line.",
     "whole": "It is reported as a whole: the operations inside were not looked into, or stay "
     "finite when each runs alone. Look at the magnitudes that go in.",
-    # Sentences that follow what was computed.
-    "mask": "If they are a mask: a softmax over a row that is masked throughout does this, so "
-    "leave one entry in each row, or mask with a finite number (jnp.finfo(dtype).min); choose with "
-    "jnp.where instead of multiplying by a mask.",
-    "domain": "An operand is outside of its domain, an index out of bounds, or a matrix singular "
-    "or not positive definite. Rounding may carry an operand over the edge: clip it (jnp.maximum, "
-    "jnp.clip), and subtract in float32.",
-    "where": "A jnp.where around the function does not help: its derivative is 0 / 0 there. Guard "
-    "the operand, inside: jnp.where(ok, f(jnp.where(ok, x, 1)), 0).",
-    "log": "jax.nn.log_softmax and optax's losses take logits, and never see the zero.",
-    "quotient": "If the line does not do this, its derivative does: the derivative of a / b "
-    "divides by b * b, the derivative of sqrt(x), and so of a norm, by sqrt(x).",
-    "exp": "Subtract the maximum first, as jax.nn.softmax and jax.nn.logsumexp do.",
-    "growth": "Precision is not the cause: something grows, or a power of zero is negative. Lower "
-    "the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), and look at the "
-    "data and the initial values.",
-    "loss scale": "If the loss is scaled, lower the scale. A jmp.DynamicLossScale does so by "
-    "itself, and the step is skipped: harmless if it happens rarely. If it happens at any scale, "
-    "clip or normalise what is differentiated.",
-    "cast": "Make the numbers smaller before the cast. A sum or mean of half numbers ends in such "
-    "a cast: dtype=jnp.float32 leaves it out.",
-    "product": "Scale the operands (a query by 1 / sqrt(d)), or normalise them.",
-    "float32": "Keep it in float32, as jmp.autocast of the float32 function does of all but "
-    "products, or use bfloat16, which has float32's range.",
 }
 
 
@@ -221,21 +197,32 @@ def cure_for(cause: Cause) -> Iterator[str]:
         came_in = "are written in the program, or closed over"
         if cause.given:
             came_in = f"came in with {', '.join(cause.given)}. If they are data, look there"
-        yield f"It computes inf - inf, or 0 * inf, of infinities that {came_in}."
-        yield CURES["mask"]
+        yield (
+            f"It computes inf - inf, or 0 * inf, of infinities that {came_in}. If they are a mask: "
+            "a softmax over a row that is masked throughout does this, so leave one entry in each "
+            "row, or mask with a finite number (jnp.finfo(dtype).min); choose with jnp.where "
+            "instead of multiplying by a mask."
+        )
     elif divisor is not None and (cause.name == "div" or not cause.is_nan):
         yield from _cure_of_a_divisor(cause, divisor)
     elif cause.is_nan and not (rule.category is Category.LOW or rule.sums or rule.casts):
-        yield f"{cause.name} has no number for what it read."
-        yield CURES["domain"]
+        yield (
+            f"{cause.name} has no number for what it read. An operand is outside of its domain, an "
+            "index out of bounds, or a matrix singular or not positive definite. Rounding may "
+            "carry an operand over the edge: clip it (jnp.maximum, jnp.clip), and subtract in "
+            "float32."
+        )
     else:
         yield from _cure_of_an_overflow(cause)
 
 
 def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> Iterator[str]:
     if cause.location.is_backward and divisor.zeros:
-        yield "A derivative divides by zero."
-        yield CURES["where"]
+        yield (
+            "A derivative divides by zero. A jnp.where around the function does not help: its "
+            "derivative is 0 / 0 there. Guard the operand, inside: "
+            "jnp.where(ok, f(jnp.where(ok, x, 1)), 0)."
+        )
         return
     smallest = "zero" if divisor.zeros else f"as little as {divisor.smallest:.2g}"
     is_log = cause.name == "log"
@@ -249,9 +236,12 @@ def _cure_of_a_divisor(cause: Cause, divisor: Operand) -> Iterator[str]:
         yield _keep_in_float32(cause)
     yield "Add an epsilon, or choose the operand with jnp.where."
     if is_log:
-        yield CURES["log"]
+        yield "jax.nn.log_softmax and optax's losses take logits, and never see the zero."
     elif _jax_compat.is_differentiated(cause.location.stack):
-        yield CURES["quotient"]
+        yield (
+            "If the line does not do this, its derivative does: the derivative of a / b divides by "
+            "b * b, the derivative of sqrt(x), and so of a norm, by sqrt(x)."
+        )
 
 
 def _cure_of_an_overflow(cause: Cause) -> Iterator[str]:
@@ -260,19 +250,30 @@ def _cure_of_an_overflow(cause: Cause) -> Iterator[str]:
         yield f"exp overflows {cause.dtype} above {math.log(largest):.4g}."
         if _ends_early(cause):
             yield _keep_in_float32(cause)
-        yield CURES["exp"]
+        yield "Subtract the maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
         return
     yield f"The result went beyond {largest:.5g}, {cause.dtype}'s largest number."
     if not _ends_early(cause):
-        yield CURES["growth"]
+        yield (
+            "Precision is not the cause: something grows, or a power of zero is negative. Lower "
+            "the learning rate or warm it up, clip gradients (optax.clip_by_global_norm), and look "
+            "at the data and the initial values."
+        )
     elif cause.location.is_backward:
-        yield CURES["loss scale"]
+        yield (
+            "If the loss is scaled, lower the scale. A jmp.DynamicLossScale does so by itself, and "
+            "the step is skipped: harmless if it happens rarely. If it happens at any scale, clip "
+            "or normalise what is differentiated."
+        )
     else:
         yield _keep_in_float32(cause)
         if rule.casts:
-            yield CURES["cast"]
+            yield (
+                "Make the numbers smaller before the cast. A sum or mean of half numbers ends in "
+                "such a cast: dtype=jnp.float32 leaves it out."
+            )
         elif rule.category is Category.LOW:
-            yield CURES["product"]
+            yield "Scale the operands (a query by 1 / sqrt(d)), or normalise them."
 
 
 def _ends_early(cause: Cause) -> bool:
@@ -282,7 +283,10 @@ def _ends_early(cause: Cause) -> bool:
 
 def _keep_in_float32(cause: Cause) -> str:
     if AUTOCAST not in _jax_compat.scope_names(cause.location.stack):
-        return CURES["float32"]
+        return (
+            "Keep it in float32, as jmp.autocast of the float32 function does of all but products, "
+            "or use bfloat16, which has float32's range."
+        )
     scope = path_in_rules(scopes_path(cause.location.stack))
     where = f'rules=[("{scope}*", "float32")]' if scope else "jmp.full_precision"
     return f'Keep it in float32: full=["{cause.name}"] in autocast, or this place with {where}.'

@@ -14,7 +14,7 @@ from jmp.autocasting._steps import Arithmetic, Environment, Island, Read, Single
 from jmp.autocasting.float8 import multiply_in_float8, send_in_float8, with_bounds
 from jmp.autocasting.targets._lookups import look_up_in_half
 from jmp.autocasting.targets._scaled_scores import scale_before
-from jmp.autocasting.targets._slopes import slopes_from_operands
+from jmp.autocasting.targets._slopes import slopes_from_operands, slopes_from_results
 from jmp.autocasting.targets._weight_sums import sum_weights_after_turns
 from jmp.autocasting.targets._wide_gradients import widen_gradients
 from jmp.dtypes import FLOAT32
@@ -105,6 +105,7 @@ FIRST = (
     Pass("maxima are compared in half", "", compare_in_half),
     Pass("rows that repeat few times", "gradients of these rows", look_up_in_half),
     Pass("slopes of softplus", "these slopes", slopes_from_operands),
+    Pass("slopes of bounded functions", "these slopes", slopes_from_results),
     Pass("weights are summed after turns", "gradients of loops' weights", sum_weights_after_turns),
 )
 # Bounds see no steps that a fused attention replaces.

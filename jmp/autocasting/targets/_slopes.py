@@ -6,15 +6,19 @@ from a half number, and it has all its digits. A network of the forces of atoms 
 bytes so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._level import Level
-from jmp.autocasting._steps import Island, Rewrite, on
+from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._steps import Environment, Island, Rewrite, Single, on
+from jmp.dtypes import FLOAT32
 
 WHY = "the slope of a log of a sum of two powers, from what that is computed from"
 # `jnp.logaddexp` of x and y, and what JAX has as its derivative by x, given the result z.
@@ -71,3 +75,33 @@ def log_of_sum(x: Any, y: Any) -> Any:
 def _derivative(primals: Any, tangents: Any) -> Any:
     slopes = slope(*primals), slope(*primals[::-1])
     return log_of_sum(*primals), slopes[0] * tangents[0] + slopes[1] * tangents[1]
+
+
+SLOPES = {"tanh": lambda y: (1 - y) * (1 + y), "logistic": lambda y: y * (1 - y)}
+
+
+@on(Single)
+def slopes_from_results(step: Single, level: Level) -> Single:
+    """Returns a step; in a loop the derivative of a bounded function keeps only its result."""
+    is_kept = level.context.times > 1 and step.is_half and step.lowering is None
+    return step._replace(lowering=keep_result) if is_kept and step.node.name in SLOPES else step
+
+
+def keep_result(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns the result of a bounded function, whose slope is computed from it."""
+    slope = SLOPES[step.node.name]
+
+    @jax.custom_jvp
+    def function(array: Any) -> Any:
+        return as_it_is(step)([array])[0]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def derivative(result: Any, change: Any) -> Any:
+        return (slope(result.astype(FLOAT32)) * change.astype(FLOAT32)).astype(change.dtype)
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        result = function(*primals)
+        return result, derivative(result, *tangents)
+
+    return [function(*operands)]
