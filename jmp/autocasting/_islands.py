@@ -364,12 +364,14 @@ def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list
     inside = set(nodes)
     # An addend of an attention's scores may be a mask over the keys.
     takes_biases = not (_is_softmax(nodes) and feed(nodes, level))
+    costly = [node for node in nodes if node.rule.expensive or node.rule.reduces]
+    bounded = set(costly) if all(map(_is_bounded, costly)) else set[Node]()
     cones: dict[Node, Cone | None] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
         cone = None
         if not why_digits(node, inside, level):
-            cone = _cone(node, cones, level, takes_biases)
+            cone = _cone(node, cones, level, takes_biases, bounded)
         cones[node] = cone
         if cone is None:
             continue
@@ -379,12 +381,8 @@ def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list
             if all(user in cone.nodes or user not in inside for user in value.users)
         ]
         is_relu = _keeps_numbers(node) and len(cone.nodes) == 1  # of a value that is half
-        is_half = (
-            _is_bounded(node)
-            or node.rule.linear
-            or node.rule.rearranges
-            or (is_relu and not is_recomputed)
-        )
+        is_half = node in bounded or node.rule.linear or node.rule.rearranges
+        is_half |= is_relu and not is_recomputed
         if is_half and sum(v.size for v in ends_here) >= node.outputs[0].size:
             front |= cone.nodes
     return [n for n in nodes if n in front], [n for n in nodes if n not in front]
@@ -404,13 +402,17 @@ def _is_bounded(node: Node) -> bool:
 
 
 def _cone(
-    node: Node, cones: Mapping[Node, Cone | None], level: Level, takes_biases: bool
+    node: Node,
+    cones: Mapping[Node, Cone | None],
+    level: Level,
+    takes_biases: bool,
+    bounded: Set[Node],
 ) -> Cone | None:
     """Returns the cone of a node of an island, given those of the nodes before; None for none."""
     rule = node.rule
     is_float32 = rule.category is Category.FULL or node.region.in_float32
-    keeps_digits = rule.linear or rule.hands_on or _keeps_numbers(node)
-    if is_float32 or not (keeps_digits or (takes_biases and _is_bounded(node))):
+    loses_little = rule.linear or rule.hands_on or _keeps_numbers(node) or node in bounded
+    if is_float32 or not loses_little:
         return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()
