@@ -354,6 +354,9 @@ def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list
     A concatenation of half values is stored once, and not widened by each reader: a Swin moves 2 %
     fewer bytes. So is a relu of a half value, if the island is kept: a DenseNet moves 2 % fewer.
 
+    So is a tanh of a biased half product, if nothing else in the island is costly: in front of a
+    float32 sum XLA would store it once more, in float32. A neural ODE moves 13 % fewer bytes.
+
     Args:
       nodes: of the island, in program order.
       level: what is decided of values from outside.
@@ -365,13 +368,15 @@ def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list
     # An addend of an attention's scores may be a mask over the keys.
     takes_biases = not (_is_softmax(nodes) and feed(nodes, level))
     costly = [node for node in nodes if node.rule.expensive or node.rule.reduces]
-    bounded = set(costly) if all(map(_is_bounded, costly)) else set[Node]()
+    bounded = costly if all(map(_is_bounded, costly)) else []
     cones: dict[Node, Cone | None] = {}
     front: frozenset[Node] = frozenset()
     for node in nodes:
-        cone = None
-        if not why_digits(node, inside, level):
-            cone = _cone(node, cones, level, takes_biases, bounded)
+        rule, cone = node.rule, None
+        loses_little = rule.linear or rule.hands_on or _keeps_numbers(node) or node in bounded
+        is_float32 = rule.category is Category.FULL or node.region.in_float32
+        if loses_little and not is_float32 and not why_digits(node, inside, level):
+            cone = _cone(node, cones, level, takes_biases)
         cones[node] = cone
         if cone is None:
             continue
@@ -381,7 +386,7 @@ def peel(nodes: Sequence[Node], level: Level, is_recomputed: bool) -> tuple[list
             if all(user in cone.nodes or user not in inside for user in value.users)
         ]
         is_relu = _keeps_numbers(node) and len(cone.nodes) == 1  # of a value that is half
-        is_half = node in bounded or node.rule.linear or node.rule.rearranges
+        is_half = rule.linear or rule.rearranges or node in bounded
         is_half |= is_relu and not is_recomputed
         if is_half and sum(v.size for v in ends_here) >= node.outputs[0].size:
             front |= cone.nodes
@@ -396,24 +401,18 @@ def _keeps_numbers(node: Node) -> bool:
 
 
 def _is_bounded(node: Node) -> bool:
-    """Returns whether a result is bounded by one, and neither it nor its operand is read elsewhere."""
-    is_read_here = len(node.inputs[0].users) == 1
-    return node.rule.bounded and is_read_here and not any(map(_cancels, node.outputs[0].users))
+    """Returns whether a result has enough digits in half: it is bounded, and nothing cancels it.
+
+    Nor may its operand be read elsewhere: an island computes a silu from it once.
+    """
+    is_cancelled = any(map(_cancels, node.outputs[0].users))
+    return node.rule.bounded and not is_cancelled and len(node.inputs[0].users) == 1
 
 
 def _cone(
-    node: Node,
-    cones: Mapping[Node, Cone | None],
-    level: Level,
-    takes_biases: bool,
-    bounded: Set[Node],
+    node: Node, cones: Mapping[Node, Cone | None], level: Level, takes_biases: bool
 ) -> Cone | None:
     """Returns the cone of a node of an island, given those of the nodes before; None for none."""
-    rule = node.rule
-    is_float32 = rule.category is Category.FULL or node.region.in_float32
-    loses_little = rule.linear or rule.hands_on or _keeps_numbers(node) or node in bounded
-    if is_float32 or not loses_little:
-        return None
     nodes: set[Node] = {node}
     entering: set[Value] = set()
     for value in node.inputs:

@@ -1,24 +1,65 @@
-"""The slope of softplus, or of any log of a sum of two powers, from what that is computed from.
+"""Slopes from what is kept anyway: those of tanh from its result, of softplus from its operand.
 
-JAX has it from the result: exp(x - softplus(x)). Inside a loss that differentiates it, XLA would
-store the result in float32 for all that reads the slope. The logistic function of x is the same,
-from a half number, and it has all its digits. A network of the forces of atoms moves 10 % fewer
-bytes so.
+JAX computes the slope of tanh from two numbers, y and 1 - y. A loop that is differentiated keeps
+both for each turn; here it keeps y, which a product that follows reads in any case. A neural ODE
+moves 10 % fewer bytes so, and takes a fifth of the memory less.
+
+JAX has the slope of softplus, or of any log of a sum of two powers, from the result:
+exp(x - softplus(x)). Inside a loss that differentiates it, XLA would store the result in float32
+for all that reads the slope. The logistic function of x is the same, from a half number, and it has
+all its digits. A network of the forces of atoms moves 10 % fewer bytes so.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp.autocasting._graph import Node, Value
 from jmp.autocasting._level import Level
-from jmp.autocasting._lowerings import as_it_is
+from jmp.autocasting._lowerings import as_it_is, cast
 from jmp.autocasting._steps import Environment, Island, Rewrite, Single, on
 from jmp.dtypes import FLOAT32
+
+# Of bounded functions, given their results.
+SLOPES: Mapping[str, Callable[[Any], Any]] = {
+    "tanh": lambda y: (1 - y) * (1 + y),
+    "logistic": lambda y: y * (1 - y),
+}
+
+
+@on(Single)
+def slopes_from_results(step: Single, level: Level) -> Single:
+    """Returns a step; in a loop a half function of `SLOPES` keeps its result and nothing else."""
+    is_plain = step.is_half and step.lowering is None
+    if level.context.times > 1 and is_plain and step.node.name in SLOPES:
+        return step._replace(lowering=keep_result)
+    return step
+
+
+def keep_result(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns the result of a function of `SLOPES`."""
+    slope = SLOPES[step.node.name]
+
+    @jax.custom_jvp
+    def function(operand: Any) -> Any:
+        return as_it_is(step)([operand])[0]
+
+    # In float32, as near the ends of a function the slope is a small difference. A checkpoint, so
+    # that the result is kept and not the slope.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def change_of(result: Any, change: Any) -> Any:
+        return cast(slope(cast(result, FLOAT32)) * cast(change, FLOAT32), result.dtype)
+
+    @function.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        result = function(*primals)
+        return result, change_of(result, *tangents)
+
+    return [function(*operands)]
+
 
 WHY = "the slope of a log of a sum of two powers, from what that is computed from"
 # `jnp.logaddexp` of x and y, and what JAX has as its derivative by x, given the result z.
@@ -75,33 +116,3 @@ def log_of_sum(x: Any, y: Any) -> Any:
 def _derivative(primals: Any, tangents: Any) -> Any:
     slopes = slope(*primals), slope(*primals[::-1])
     return log_of_sum(*primals), slopes[0] * tangents[0] + slopes[1] * tangents[1]
-
-
-SLOPES = {"tanh": lambda y: (1 - y) * (1 + y), "logistic": lambda y: y * (1 - y)}
-
-
-@on(Single)
-def slopes_from_results(step: Single, level: Level) -> Single:
-    """Returns a step; in a loop the derivative of a bounded function keeps only its result."""
-    is_kept = level.context.times > 1 and step.is_half and step.lowering is None
-    return step._replace(lowering=keep_result) if is_kept and step.node.name in SLOPES else step
-
-
-def keep_result(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
-    """Returns the result of a bounded function, whose slope is computed from it."""
-    slope = SLOPES[step.node.name]
-
-    @jax.custom_jvp
-    def function(array: Any) -> Any:
-        return as_it_is(step)([array])[0]
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def derivative(result: Any, change: Any) -> Any:
-        return (slope(result.astype(FLOAT32)) * change.astype(FLOAT32)).astype(change.dtype)
-
-    @function.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        result = function(*primals)
-        return result, derivative(result, *tangents)
-
-    return [function(*operands)]
