@@ -38,9 +38,9 @@ def efficientnet(net, x, labels):
     return cross_entropy(net.dense(pooled(x), net.v), labels)
 
 
-@family("DenseNet", IMAGE, "b s s d", "b <v", b=32, s=28, d=64, v=1000)
-def densenet(net, x, labels):
-    x = net.half(x)
+@family("DenseNet", IMAGE, "b s s 3", "b <v", b=32, s=28, d=64, v=1000)
+def densenet(net, images, labels):
+    x = net.conv(net.half(images), net.d, 3)
     for _ in range(net.layers):
         y = net.dense(jax.nn.relu(net.batch_norm(x)), 128, bias=False)
         y = net.conv(jax.nn.relu(net.batch_norm(y)), 32, 3)
