@@ -156,6 +156,22 @@ def biased_loop(dtype):
     return loss
 
 
+def solved(dtype):
+    """An ordinary differential equation by Heun's method; its state is float32 by hand too."""
+
+    def loss(params, x):
+        w, b = (array.astype(dtype) for array in params)
+        slope = lambda x: jnp.tanh(x.astype(dtype) @ w + b[None])
+
+        def turn(x, _):
+            first = slope(x)
+            return x + (first + slope(x + first / 8)) / 16, None
+
+        return mean_square(lax.scan(turn, x, None, length=8)[0])
+
+    return loss
+
+
 def dense_block(dtype):
     """Layers that read all results before them, and a mean over places."""
 
@@ -259,6 +275,7 @@ LEAN_PROGRAMS = (
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
     LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
+    LeanProgram("Heun's method", solved, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
     LeanProgram("dense block", dense_block, _matrices(4, 64, 192), (_struct(64, 1024, 64),)),
     LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
     LeanProgram(

@@ -131,6 +131,7 @@ PROGRAMS = {
     "maxima are compared in half": (pooled, {}),
     "rows that repeat few times": (looked_up, {}),
     "slopes of softplus": (pushed, {}),
+    "slopes of bounded functions": (biased_turns, {}),
     "moves behind islands": (spectral, {}),
     "weights are summed after turns": (recurrent, {}),
     "pick as a sum": (classes, {}),
