@@ -10,7 +10,6 @@ from benchmarks.families import (
     DEPTHS,
     ERRORS,
     FAMILIES,
-    FEW,
     MOST_BYTES,
     MOST_TEMP,
     OTHERS_DEPTH,
@@ -25,8 +24,6 @@ BYTES, TEMP, KERNELS = "bytes_moved", "temp_bytes", "kernels"
 MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
 CAUSES = {  # of those over a bound
-    "neural-ode": "the state of the loop, to which each turn adds, is float32",
-    "densenet": "the input, which many layers join, is float32: nothing bounds it",
     "dlrm": LOOKUPS,
     "message-passing": LOOKUPS,
     "crossed": LOOKUPS,
@@ -179,18 +176,15 @@ def _(found: Any) -> str:
 
 
 @figure("families/worst-error")
-def _worst_error(found: Any, key: str = "error") -> str:
+def _(found: Any) -> str:
     ratios = [
         (over, family.title, half)
         for family in FAMILIES
         for half in ("float16", "bfloat16")
-        if (over := ratio(found, family, Job(MAIN[0], half, ERRORS), key))
+        if (over := ratio(found, family, Job(MAIN[0], half, ERRORS), "error"))
     ]
     over, title, half = max(ratios)
     return f"{over:.2f} ({title}, {half})"
-
-
-figure("families/worst-of-few")(lambda found: _worst_error(found, FEW))
 
 
 @figure("families/times")
