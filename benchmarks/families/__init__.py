@@ -8,9 +8,9 @@ kernels; told of H200 programs of two layers: CPU seconds of XLA and seconds of 
 a CPU, at a small size: how far the gradients are from those in float64.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import jax
@@ -148,8 +148,4 @@ def errors(family: Family, half: str, seeds: int, layers: int = 2) -> dict[str, 
         exact = gradients.pop("float64")
         for way, gradient in gradients.items():
             found[way].append(relative_error(gradient, exact))
-    median = statistics.median
-    return {
-        way: {"error": median(listed), FEW: median(listed[:FEW_SEEDS])}
-        for way, listed in found.items()
-    }
+    return {way: {"error": median(x), FEW: median(x[:FEW_SEEDS])} for way, x in found.items()}

@@ -72,14 +72,12 @@ def _(found: Any) -> str:
 
 
 @figure("families/lean")
-def _(found: Any) -> str:
-    """How many families move at most `MOST_BYTES` of the bytes at all depths."""
-    return str(sum(most(found, family, BYTES) <= MOST_BYTES for family in counted(found)))
+def _lean(found: Any, key: str = BYTES, bound: float = MOST_BYTES) -> str:
+    """How many families are within a bound at all depths."""
+    return str(sum(most(found, family, key) <= bound for family in counted(found)))
 
 
-@figure("families/lean-temp")
-def _(found: Any) -> str:
-    return str(sum(most(found, family, TEMP) <= MOST_TEMP for family in counted(found)))
+figure("families/lean-temp")(lambda found: _lean(found, TEMP, MOST_TEMP))
 
 
 for _name, _most in (("bytes", MOST_BYTES), ("temp", MOST_TEMP)):
