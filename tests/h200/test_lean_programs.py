@@ -38,8 +38,7 @@ def figures(machine, loss, program):
 
 
 PROGRAMS = {program.name: program for program in LEAN_PROGRAMS}
-CASES = [(name, "auto") for name in PROGRAMS]
-CASES += itertools.product(OF_ALL, ["none", "all"])
+CASES = [*((name, "auto") for name in PROGRAMS), *itertools.product(OF_ALL, ["none", "all"])]
 
 
 @pytest.mark.parametrize(("machine", "half"), in_full(MACHINES, first=1))
