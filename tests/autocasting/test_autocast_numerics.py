@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp
 from jmp.autocasting.targets._slopes import log_of_sum
@@ -209,8 +210,11 @@ SATURATED = {
 def test_the_slope_of_a_saturated_function_in_a_gradient_of_the_programs_own(name, policy):
     # The cotangent is an array from outside: literal ones times a weight would be float32.
     gradient = jax.grad(lambda x: (SATURATED[name](x) * ones(1, 2)).sum())
-    got = jmp.autocast(gradient, policy)(row_of(4, -4))
-    np.testing.assert_allclose(got, gradient(row_of(4, -4)), rtol=5e-3)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(row_of(4, -4), NamedSharding(mesh, PartitionSpec()))
+    for row in (row_of(4, -4), placed):  # on a mesh JAX places the one of `1 - tanh(x)` there
+        got = jmp.autocast(gradient, policy)(row)
+        np.testing.assert_allclose(got, gradient(row), rtol=5e-3)
 
 
 @HALVES
