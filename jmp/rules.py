@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._messages import PrecisionWarning, described, first_few, listed, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, described, listed, users_stacklevel, wrong
 from jmp.policy import Policy, get_policy
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -123,7 +123,7 @@ class PolicyRules:
         if self.unused:
             warnings.warn(
                 "These rules matched no parameter and no module: "
-                f"{first_few(self.unused, len(self.unused), most=8)}. Check their "
+                f"{listed(self.unused, written=str)}. Check their "
                 f"spelling{self._paths_asked()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),
@@ -165,8 +165,8 @@ def _without_method_names(path: str) -> str:
 
 
 def _path_and_ancestors(path: str) -> list[str]:
-    names = path.split("/") if path else []
-    return ["/".join(names[:end]) for end in range(len(names), 0, -1)] or [""]
+    names = path.split("/")
+    return ["/".join(names[:end]) for end in range(len(names), 0, -1)]
 
 
 def _from_any_name(path: str) -> list[str]:
