@@ -13,7 +13,6 @@ memory.
 
 import dataclasses
 import hashlib
-import math
 from typing import Any
 
 import jax
@@ -242,7 +241,7 @@ def global_index(
       start: uint32, added to the position along each axis.
     """
     divided = _names_by_axis(like, path, spec)
-    parts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in divided]
+    parts = list(map(lax.axis_size, divided))
     sharding = jax.typeof(like).sharding
     place: Any = {"out_sharding": sharding} if sharding.mesh.explicit_axes else {}
     index, stride = jnp.zeros((), jnp.uint32), 1
