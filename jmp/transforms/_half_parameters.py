@@ -19,9 +19,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype
-from jmp.transforms._parameter_storage import ParameterStorage, register_storage, stored_by
+from jmp.transforms._parameter_storage import ParameterStorage, stored_by
 from jmp.transforms._rounding import HALFWAY, RandomBits, rounded, rounded_by, widened
-from jmp.transforms._wrapping import Optimizer, Transformation
+from jmp.transforms._wrapping import STORES_PARAMETERS, Optimizer, Transformation, register_wrapper
 from jmp.trees import PyTree
 
 
@@ -37,7 +37,7 @@ class Masters(ParameterStorage):
         return beside
 
 
-@register_storage("with_master_params", Masters())
+@register_wrapper("with_master_params", STORES_PARAMETERS, Masters())
 class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
@@ -159,7 +159,7 @@ def _signed_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-@register_storage("with_split_masters", SplitMasters())
+@register_wrapper("with_split_masters", STORES_PARAMETERS, SplitMasters())
 class WithSplitMastersState(NamedTuple):
     """State of `with_split_masters`.
 
@@ -234,7 +234,7 @@ class KahanSummation(ParameterStorage):
         return param.astype(jnp.float32) + beside.astype(jnp.float32)
 
 
-@register_storage("with_kahan_summation", KahanSummation())
+@register_wrapper("with_kahan_summation", STORES_PARAMETERS, KahanSummation())
 class WithKahanSummationState(NamedTuple):
     """State of `with_kahan_summation`.
 
@@ -293,7 +293,7 @@ class StochasticRounding(ParameterStorage):
         return param.astype(jnp.float32)
 
 
-@register_storage("with_stochastic_rounding", StochasticRounding())
+@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS, StochasticRounding())
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 

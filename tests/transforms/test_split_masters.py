@@ -8,12 +8,13 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp.transforms._parameter_storage import STORAGES, compiled
+from jmp.transforms._parameter_storage import compiled
+from jmp.transforms._wrapping import WRAPPERS
 from tests.bits import bits
 from tests.commands import in_full
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
-STORAGE = STORAGES[transforms.WithSplitMastersState]
+STORAGE = WRAPPERS[transforms.WithSplitMastersState].storage
 
 
 def pattern_of(x):
