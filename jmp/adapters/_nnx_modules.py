@@ -110,13 +110,9 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 
 def _differ(before: "SplitModule", after: "SplitModule") -> bool:
     """Returns whether a Variable has changed, or whether attributes came or went."""
-    is_same_graph = after.where == before.where
-    return not is_same_graph or any(not _is_same(x, before[path]) for path, x in after.items())
-
-
-def _is_same(value: PyTree, other: PyTree) -> bool:
-    (leaves, structure), (others, other) = map(jax.tree.flatten, (value, other))
-    return structure == other and all(map(operator.is_, leaves, others))
+    structure: Any
+    (leaves, structure), (others, other) = map(jax.tree.flatten, (before, after))
+    return structure != other or any(map(operator.is_not, leaves, others))
 
 
 @contextlib.contextmanager
