@@ -167,12 +167,11 @@ def with_loss_scale(
             return jnp.where(flag_of(update), update, jnp.asarray(-0.0).astype(update.dtype))
 
         new_updates = jax.tree.map(zero_if_skipped, new_updates)
+        skipped = state.skipped_steps
         new_state = WithLossScaleState(
             loss_scale=scale.adjust(finite),
             grads_finite=finite,
-            skipped_steps=jnp.where(
-                finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
-            ),
+            skipped_steps=jnp.where(finite, skipped, optax.safe_increment(skipped)),
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
             inner_state=select_leaves(flag_of, new, old),
         )
