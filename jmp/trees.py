@@ -234,11 +234,6 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def joined(path: str, name: str) -> str:
-    """Returns the path of what is called `name` within `path`, of which "" is the root."""
-    return f"{path}/{name}" if path else name
-
-
 def cast_to_at_least_float32(tree: T) -> T:
     """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
     wide = lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf

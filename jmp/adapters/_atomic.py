@@ -65,10 +65,9 @@ def keep_if_skipped(
       state_after, state_before: the optimizer's state. A skip changes nothing in it but the counts
         of loss scaling itself.
     """
-    scaling = find_loss_scaling(state_after)
-    if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
+    if isinstance(loss_scale_in(state_after), NoOpLossScale):
         return after, state_after
-    flag_of = flag_by_size(scaling.grads_finite)
+    flag_of = flag_by_size(grads_finite_in(state_after))
     is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
 
     def select(new: Any, old: Any) -> Any:

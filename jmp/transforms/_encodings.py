@@ -156,9 +156,9 @@ def _codes_of_blocks(
 ) -> jax.Array:
     exponent, has_sign = _exponent_of_codes(_of_each(highest, value), _of_each(lowest, value))
     code = code_of(bits, value * _exp2(-exponent), MANTISSA, LEAST_EXPONENT)
+    code = _not_lost(code, value, has_sign)
     # Numbers that XLA computes again beside the peaks may exceed them by a rounding.
-    largest = jnp.where(has_sign, jnp.uint32(LARGEST_SIGNED), LARGEST)
-    code = jnp.minimum(_not_lost(code, value, has_sign), largest)
+    code = jnp.minimum(code, jnp.where(has_sign, jnp.uint32(LARGEST_SIGNED), LARGEST))
     return jnp.where(has_sign, code | _sign_of(value) >> 24, code).astype(jnp.uint8)
 
 

@@ -355,5 +355,5 @@ def with_stochastic_rounding(
     >>> bool(abs(params.astype("float32").mean() - 0.9999) < 3e-5)
     True
     """
-    bits = RandomBits.of("with_stochastic_rounding", seed, specs)
+    bits = RandomBits("with_stochastic_rounding", seed, specs)
     return stored_by(WithStochasticRoundingState, inner, bits=bits)

@@ -120,7 +120,7 @@ def with_stored_state(
     given: Any = stored
     is_one_dtype = isinstance(given, str) or not isinstance(given, Iterable)
     rules = [("*", "*", _kind(given))] if is_one_dtype else list(map(_checked_rule, given))
-    bits = RandomBits.of(CALLER, seed, specs)
+    bits = RandomBits(CALLER, seed, specs)
     if rounding not in ("stochastic", "nearest"):
         raise wrong(ValueError, CALLER, rounding, "'stochastic' or 'nearest'", name="rounding")
 
