@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
@@ -32,21 +32,25 @@ T = TypeVar("T")
 
 
 def evaluate(
-    jaxpr: Jaxpr,
+    jaxpr: Any,
     inputs: list[T],
     step: Callable[[JaxprEqn, list[T]], list[T]],
-    of_literal: Callable[[Any, JaxprEqn | None], T],
+    of_constant: Callable[[Any, JaxprEqn | None], T],
 ) -> list[T]:
-    """Returns the outputs of an open jaxpr, in the form that the caller gives to values.
+    """Returns the outputs of a jaxpr, in the form that the caller gives to values.
 
     Args:
-      inputs: its constants, then its inputs, in the caller's form. The list is emptied, so that
-        each value is freed after its last use.
+      jaxpr: closed, or open without constants.
+      inputs: in the caller's form. The list is emptied, so that each value is freed after its last
+        use.
       step: given an equation and its operands, returns its results. It runs in the equation's
         place: source line, name scopes, mesh, compute type.
-      of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
+      of_constant: given an array that is written in the program, or closed over, and the equation
+        that reads it, None for an output of the jaxpr.
     """
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
+    held = dict(zip(jaxpr.constvars, constants, strict=True))
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     inputs.clear()
     reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
     last_use: dict[Any, int] = {}
@@ -54,7 +58,9 @@ def evaluate(
         last_use |= {atom: index for atom in atoms if not isinstance(atom, Literal)}
 
     def read(atom: Any, equation: JaxprEqn | None) -> Any:
-        return of_literal(atom, equation) if isinstance(atom, Literal) else values[atom]
+        if isinstance(atom, Literal):
+            return of_constant(literal(atom), equation)
+        return of_constant(held[atom], equation) if atom in held else values[atom]
 
     for index, equation in enumerate(jaxpr.eqns):
         operands = [read(atom, equation) for atom in equation.invars]
@@ -105,7 +111,6 @@ def replay(
     >>> names
     ['exp', 'add', 'scan']
     """
-    inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
     def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         equations = (*around, equation)
@@ -123,7 +128,7 @@ def replay(
             results = _jax_compat.bind(equation.primitive, operands, params)
         return on_results(equations, results)
 
-    return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
+    return evaluate(jaxpr, list(operands), step, lambda constant, _: constant)
 
 
 # States.
@@ -334,18 +339,12 @@ class Interpreter:
 
     def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
-        jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
 
         def given(value: Any, reader: JaxprEqn | None) -> Checked:
             return self.given(value, "constant", here if reader is None else here.at(reader))
 
-        def reader_of(variable: Any) -> JaxprEqn | None:
-            return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
-
         step = lambda equation, operands: self._step(operands, here.at(equation))
-        pairs = zip(constants, jaxpr.constvars, strict=True)
-        inputs[:0] = [given(constant, reader_of(variable)) for constant, variable in pairs]
-        return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
+        return evaluate(jaxpr, inputs, step, given)
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
         name = here.equation.primitive.name
