@@ -84,7 +84,7 @@ def check_number(
     value: Any,
     caller: str,
     expected: str,
-    is_right: Callable[[Any], bool],
+    is_right: Callable[[Any], bool] = lambda number: True,
     *,
     name: str = "",
     kind: Any = numbers.Real,
@@ -95,7 +95,7 @@ def check_number(
       value: what the user gave, of any real type, such as `fractions.Fraction` and NumPy's. True
         and False are no numbers.
       caller, expected, name: as for `wrong`.
-      is_right: whether a number of this kind is taken.
+      is_right: whether a number of this kind is taken; left out, each is.
       kind: int for whole numbers.
 
     Raises: TypeError for what is no such number, or is traced; ValueError if it is not right.

@@ -195,9 +195,8 @@ class Range:
 
         Raises: ValueError for another dtype, or a scale that is no power of two.
         """
-        name = str(floating_dtype(dtype, "dtype"))
-        limits = limits_of(name, (*HALVES, *FLOAT8_TYPES))
-        if name in HALVES:
+        limits = limits_of(dtype, (*HALVES, *FLOAT8_TYPES))
+        if str(limits.dtype) in HALVES:
             shift = self.shift(scale)
         elif self.infinities or self.nans:
             return Shares(0, 0, 0, 0, 0, 0, nan=1)

@@ -160,9 +160,8 @@ class RandomBits:
     """
 
     def __init__(self, caller: str, seed: Any, specs: PyTree = None) -> None:
-        is_any = lambda number: True
-        seed = check_number(seed, caller, "an integer such as 0", is_any, name="seed", kind=int)
-        self.caller, self.seed = caller, seed
+        self.caller = caller
+        self.seed = check_number(seed, caller, "an integer such as 0", name="seed", kind=int)
         self.specs: dict[str, Any] | None = None  # by path
         if specs is not None:
             is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
