@@ -42,9 +42,6 @@ _NAMED = {
     "O3": "half",
 }
 
-# The float8 that operands of products are held in: four significant bits, numbers up to 448.
-_FLOAT8 = scalar_type(jnp.float8_e4m3fn)
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -164,7 +161,7 @@ def _checked_dtype(dtype: Any, name: str) -> ScalarType | None:
     if dtype is None and name in _OPTIONAL:
         return None
     if name == "product_dtype" and isinstance(dtype, str) and dtype in ("f8", "float8"):
-        return _FLOAT8
+        return scalar_type(jnp.float8_e4m3fn)  # four significant bits, numbers up to 448
     checked = scalar_type(floating_dtype(dtype, name))
     if name in _OPTIONAL and checked.__name__ not in _OPTIONAL[name]:
         expected = f"{' or '.join(_OPTIONAL[name])}, or None"

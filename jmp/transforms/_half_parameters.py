@@ -7,14 +7,14 @@
 | `with_kahan_summation` | what rounding took from it, in its own dtype | 2 |
 | `with_stochastic_rounding` | nothing: it is rounded up or down by chance | 0 |
 
-Each is a `ParameterStorage`, the class of its state, and the function.
+Each is a `ParameterStorage`, the class of its state, and the function; for stochastic rounding the
+storage is the base class.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -204,6 +204,7 @@ def with_split_masters(inner: Optimizer) -> Transformation[WithSplitMastersState
     Raises: as `with_master_params`; in `init`, ValueError for parameters in float16, whose range is
       too small for the higher half of a float32 number.
 
+    >>> import optax
     >>> tx = with_split_masters(optax.sgd(1e-4))
     >>> params = jnp.ones(2, jnp.bfloat16)
     >>> state = tx.init(params)
@@ -270,6 +271,7 @@ def with_kahan_summation(inner: Optimizer) -> Transformation[WithKahanSummationS
     Returns: a transformation whose state is a `WithKahanSummationState`; `update` needs `params`.
     Raises: as `with_master_params`.
 
+    >>> import optax
     >>> tx = with_kahan_summation(optax.sgd(1e-4))
     >>> params = jnp.ones(2, jnp.float16)
     >>> state = tx.init(params)
@@ -283,17 +285,7 @@ def with_kahan_summation(inner: Optimizer) -> Transformation[WithKahanSummationS
     return stored_by(WithKahanSummationState, inner)
 
 
-class StochasticRounding(ParameterStorage):
-    """Nothing is kept beside the parameter, which is the value."""
-
-    def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> Any:
-        return optax.EmptyState()
-
-    def value(self, param: jax.Array, beside: Any) -> jax.Array:
-        return param.astype(jnp.float32)
-
-
-@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS, StochasticRounding())
+@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS, ParameterStorage())
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
@@ -346,6 +338,7 @@ def with_stochastic_rounding(
       ValueError without `specs` inside of a shard_map or pmap, if parameters differ between devices
       or types do not say whether they do (`check_vma=False`).
 
+    >>> import optax
     >>> tx = with_stochastic_rounding(optax.sgd(1e-4))
     >>> params = jnp.ones(4096, jnp.bfloat16)
     >>> updates, state = tx.update(jnp.ones(4096), tx.init(params), params)

@@ -32,6 +32,9 @@ class ParameterStorage:
     dtype, and `beside(new, shown, param)` is kept in the state. Of these two `value` gives `new`
     again, as exactly as the storage can.
 
+    The base class keeps nothing beside the parameter, which is the value, rounded: by chance, if
+    the transformation has random bits.
+
     Each class is made once, without arguments. Options of a transformation belong to `stored_by`.
 
     Attributes:
@@ -63,11 +66,11 @@ class ParameterStorage:
             `shown_after`.
           param: the parameter, for its dtype.
         """
-        raise NotImplementedError
+        return optax.EmptyState()
 
     def value(self, param: jax.Array, beside: Any) -> jax.Array:
         """Returns the float32 value that a parameter and what is kept beside it stand for."""
-        raise NotImplementedError
+        return param.astype(jnp.float32)
 
 
 def stored_by(
