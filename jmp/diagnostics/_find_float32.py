@@ -137,7 +137,7 @@ def find_float32(
 
         def rules_without(low: frozenset[str]) -> list[Rule]:
             policies = {path: str(policy) if path in low else higher for path in scopes}
-            return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
+            return [*given_rules, *rules_for(policies, str(policy), of_modules)]
 
         @functools.cache
         def errors(low: frozenset[str]) -> Errors:
@@ -319,9 +319,7 @@ def search(scopes: Sequence[str], errors: ErrorsOf, tolerance: float) -> set[str
     return kept
 
 
-def rules_for(
-    policies: Mapping[str, str], default: str, *, of_modules: bool = False
-) -> list[tuple[str, str]]:
+def rules_for(policies: Mapping[str, str], default: str, of_modules: bool) -> list[tuple[str, str]]:
     """Returns rules with which autocast computes each of these scopes with its policy.
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
@@ -335,7 +333,7 @@ def rules_for(
         holds for all modules inside it.
 
     >>> half = "mixed_float16"
-    >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half)
+    >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half, False)
     [('net/mlp', 'mixed_float16'), ('head', 'float32'), ('net', 'float32')]
     """
     found: dict[str, str] = {}

@@ -263,9 +263,7 @@ Call = Callable[..., list[Any]]
 Causes = list[Cause | None]
 
 
-def handed_on(
-    call: Call | None, inputs: Sequence[Checked], state: int, is_product: bool
-) -> Cause | None:
+def handed_on(call: Call | None, inputs: Sequence[Checked], makes_nan: bool) -> Cause | None:
     """Returns the earliest cause that an operation hands on; None if it is the cause itself.
 
     To find which of several causes counts, it is run again with the inputs of one cause left as
@@ -274,7 +272,7 @@ def handed_on(
 
     Args:
       call: runs the operation again; None if that would have effects.
-      state: the worst of its results.
+      makes_nan: whether a result is NaN, and the operation no product: inf - inf, or 0 * inf.
     """
     causes = {x.cause.order: x.cause for x in inputs if x.cause is not None}
     first = earliest(causes.values())
@@ -282,7 +280,6 @@ def handed_on(
         return first
     if first.may_be_meant:
         came_as_nan = any(state_of(x.value) == NAN for x in inputs if x.cause is first)
-        makes_nan = state == NAN and not is_product  # inf - inf, or 0 * inf
         # An operation that is infinite without the given infinities too, as exp under a mask may
         # be, is the cause.
         if came_as_nan or (not makes_nan and is_finite_of(call, inputs)):
@@ -387,7 +384,8 @@ class Interpreter:
             causes = look()
         if any(state and cause is None for state, cause in zip(states, causes, strict=True)):
             rerun = None if equation.effects and look is None else call
-            outer = handed_on(rerun, inputs, max(states), is_product(equation))
+            makes_nan = max(states) == NAN and not is_product(equation)
+            outer = handed_on(rerun, inputs, makes_nan)
             if outer is None:
                 is_whole = look is not None or has_kind(equation.primitive.name)
                 outer = self._made(inputs, max(states), here, is_whole)

@@ -277,7 +277,8 @@ def test_rules_name_the_scopes_that_were_found_and_no_others(states):
         return x.sum()
 
     w = jnp.ones((8, 8))
-    rules = rules_for({path: "float32" if keeps else F16 for path, keeps in states.items()}, F16)
+    policies = {path: "float32" if keeps else F16 for path, keeps in states.items()}
+    rules = rules_for(policies, F16, of_modules=False)
     report = diagnostics.precision_report(loss, F16, rules=rules)(w, w)
     found = {row.module: row.dtype_in == "float32" for row in report.rows if row.kind == "product"}
     assert found == states

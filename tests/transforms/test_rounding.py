@@ -96,8 +96,7 @@ def test_codes_are_the_patterns_of_rounded_numbers(dtype):
 
 
 def bits_of(seed=0, step=0, path="['w']", shape=(512, 512)):
-    like = jnp.zeros(shape)
-    return np.asarray(RandomBits("test", seed).at(path, like, jnp.int32(step))).ravel()
+    return np.asarray(RandomBits("test", seed).at(path, jnp.zeros(shape), jnp.int32(step))).ravel()
 
 
 def bits_in_step(step):
