@@ -144,8 +144,7 @@ class Policy:
 
 def _given_dtypes(policy: Policy) -> dict[str, Any]:
     """Returns the dtypes that a policy says, by field."""
-    dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    return {name: dtype for name, dtype in vars(policy).items() if dtype is not None}
 
 
 # The dtypes that the fields that may be None take.

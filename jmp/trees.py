@@ -260,7 +260,8 @@ def register_for_export(cls: C) -> C:
     if issubclass(cls, tuple):
         export.register_namedtuple_serialization(cls, serialized_name=name)
     else:
-        write = lambda static: json.dumps(static, default=_left_out).encode()
+        left_out = lambda value: {"left out": getattr(value, "__name__", type(value).__name__)}
+        write = lambda static: json.dumps(static, default=left_out).encode()
         read = lambda written: _as_tuples(json.loads(bytes(written)))
         export.register_pytree_node_serialization(
             cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read
@@ -282,10 +283,6 @@ class LeftOut:
             "This function was left out when the program was exported. Put it back into the state "
             "that the program returned: state.replace(apply_fn=..., tx=...)."
         )
-
-
-def _left_out(value: object) -> Any:
-    return {"left out": getattr(value, "__name__", type(value).__name__)}
 
 
 def _as_tuples(value: Any) -> Any:

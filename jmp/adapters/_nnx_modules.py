@@ -256,19 +256,16 @@ def taken_apart(nodes: list[Any]) -> list[SplitModule]:
     A module may have arrays as attributes, without a Variable. A Variable may hold containers, such
     as what `nnx.capture` fills: they are copied, because they may change in place.
     """
+    raw: Callable[[Any], Any] = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
     parts = []
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
         names = [_name(path[1:], variable) for path, variable in own]
-        arrays = [jax.tree.map(lambda x: x, _raw(variable)) for _, variable in own]
+        arrays = [jax.tree.map(lambda x: x, raw(variable)) for _, variable in own]
         parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
     return parts
-
-
-def _raw(variable: Any) -> Any:
-    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def _name(path: tuple[Any, ...], variable: Any) -> str:

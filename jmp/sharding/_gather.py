@@ -453,8 +453,9 @@ def _specs_by_leaf(specs_or_axis: PyTree, params: PyTree) -> list[Any]:
 
     Raises: ValueError if a tree of specs does not fit.
     """
+    is_spec = lambda node: isinstance(node, PartitionSpec | NamedSharding) or _are_names(node)
     try:
-        whole = jax.tree.broadcast(specs_or_axis, params, is_leaf=_is_spec)
+        whole = jax.tree.broadcast(specs_or_axis, params, is_leaf=is_spec)
     except ValueError:
         raise ValueError(
             f"{CALLER} got specs that do not fit the parameters: {described(specs_or_axis)} for "
@@ -508,7 +509,3 @@ def _are_names(value: Any) -> bool:
     names = (value,) if isinstance(value, str) else value
     is_sequence = isinstance(names, (tuple, list)) and len(names) > 0
     return is_sequence and all(isinstance(name, str) for name in names)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, (PartitionSpec, NamedSharding)) or _are_names(node)

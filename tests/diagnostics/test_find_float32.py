@@ -299,10 +299,7 @@ def test_a_loss_scale_spares_scopes_whose_gradients_underflow_without_it():
 
 def test_options_of_autocast_hold_and_rules_that_were_given_come_first():
     loss, params, x = network(ONE | {"layer_2": overflows})
-
-    def loss_and_aux(params, x):
-        return loss(params, x), x
-
+    loss_and_aux = lambda params, x: (loss(params, x), x)
     given = [("layer_2", "float32")]
     options = {"rules": given, "apply_to": ["x"], "has_aux": True, "argnums": (0, 1)}
     found = diagnostics.find_float32(loss_and_aux, F16, **options)(params, x)
