@@ -40,6 +40,7 @@ def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
 
     It is a warning and no error, because another library may scale the loss.
 
+    Raises: ValueError for an optimizer in a wrong order.
     Warns: `UnscaledLossWarning`.
     """
     is_scaled = not isinstance(loss_scale_in(opt_state), NoOpLossScale)

@@ -366,7 +366,6 @@ def atomic_step(
     _check_kinds("atomic_step", model=model, optimizer=optimizer)
     for module in others:
         _check_kinds("atomic_step", others=module)
-    loss_scale(optimizer)  # an order that does not work is refused
     check_is_scaled(nnx.as_pure(optimizer.opt_state), model)
     return _atomic(model, optimizer, list(others))
 
