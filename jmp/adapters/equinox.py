@@ -270,9 +270,11 @@ def _modules_in(node: Any, names: Names = ()) -> Iterator[tuple[Names, eqx.Modul
     """Yields the modules of a tree, each behind the names that lead to it."""
     if _is_module(node):
         yield names, node
-    if jax.tree_util.is_tree_node(type(node)):
-        for key, part in jax.tree_util.flatten_one_level_with_keys(node)[0]:
-            yield from _modules_in(part, (*names, path_string((key,))))
+    is_one_level_below = lambda part: part is not node
+    parts, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_one_level_below)
+    for key, part in parts:
+        if part is not node:
+            yield from _modules_in(part, (*names, path_string(key)))
 
 
 def _mark_module(policies: ModulePolicies, module: eqx.Module) -> eqx.Module:
