@@ -16,7 +16,6 @@ The text of each stands where it is raised. Here, in this order:
 
 import functools
 import inspect
-import itertools
 import numbers
 import os
 import re
@@ -85,7 +84,7 @@ def check_number(
     value: Any,
     caller: str,
     expected: str,
-    is_right: Callable[[Any], bool],
+    is_right: Callable[[Any], bool] = lambda number: True,
     *,
     name: str = "",
     kind: Any = numbers.Real,
@@ -96,7 +95,7 @@ def check_number(
       value: what the user gave, of any real type, such as `fractions.Fraction` and NumPy's. True
         and False are no numbers.
       caller, expected, name: as for `wrong`.
-      is_right: whether a number of this kind is taken.
+      is_right: whether a number of this kind is taken; left out, each is.
       kind: int for whole numbers.
 
     Raises: TypeError for what is no such number, or is traced; ValueError if it is not right.
@@ -180,24 +179,15 @@ class _Description(reprlib.Repr):
         return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
-def listed(names: Iterable[object], most: int = 8) -> str:
-    """Returns names joined by commas, each described, the first few of many.
+def listed(names: Iterable[Any], most: int = 8, written: Callable[[Any], str] = described) -> str:
+    """Returns names joined by commas, the first few of many, each as `written` writes it.
 
-    >>> listed("abc", most=2)
-    "'a', 'b' and 1 more"
+    >>> listed("abc", most=2), listed("abc", written=str)
+    ("'a', 'b' and 1 more", 'a, b, c')
     """
     names = list(names)
-    return first_few(map(described, names), len(names), most)
-
-
-def first_few(words: Iterable[str], count: int, most: int) -> str:
-    """Returns words joined by commas, the first few of many.
-
-    >>> first_few(iter("abc"), 3, most=2)
-    'a, b and 1 more'
-    """
-    more = f" and {count - most:,} more" if count > most else ""
-    return ", ".join(itertools.islice(words, most)) + more
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(written, names[:most])) + more
 
 
 def function_name(fun: object) -> str:
@@ -235,7 +225,7 @@ def where_trees_differ(first: Any, second: Any) -> str:
     for which, here, there in (("first", *paths), ("second", *reversed(paths))):
         only = [path for path in here if path not in there]
         if only:
-            words.append(f"only the {which} has {first_few(map(_cut, only), len(only), most=3)}")
+            words.append(f"only the {which} has {listed(only, 3, _cut)}")
     same_paths = f"same paths, other containers: {described(first)} and {described(second)}"
     return "; ".join(words) or same_paths
 

@@ -42,9 +42,6 @@ _NAMED = {
     "O3": "half",
 }
 
-# The float8 that operands of products are held in: four significant bits, numbers up to 448.
-_FLOAT8 = scalar_type(jnp.float8_e4m3fn)
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -147,8 +144,7 @@ class Policy:
 
 def _given_dtypes(policy: Policy) -> dict[str, Any]:
     """Returns the dtypes that a policy says, by field."""
-    dtypes = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    return {name: dtype for name, dtype in vars(policy).items() if dtype is not None}
 
 
 # The dtypes that the fields that may be None take.
@@ -164,7 +160,7 @@ def _checked_dtype(dtype: Any, name: str) -> ScalarType | None:
     if dtype is None and name in _OPTIONAL:
         return None
     if name == "product_dtype" and isinstance(dtype, str) and dtype in ("f8", "float8"):
-        return _FLOAT8
+        return scalar_type(jnp.float8_e4m3fn)  # four significant bits, numbers up to 448
     checked = scalar_type(floating_dtype(dtype, name))
     if name in _OPTIONAL and checked.__name__ not in _OPTIONAL[name]:
         expected = f"{' or '.join(_OPTIONAL[name])}, or None"

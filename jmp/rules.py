@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp._messages import PrecisionWarning, described, first_few, listed, users_stacklevel, wrong
+from jmp._messages import PrecisionWarning, described, listed, users_stacklevel, wrong
 from jmp.policy import Policy, get_policy
 
 Target = str | re.Pattern[str] | type | tuple[type, ...]
@@ -82,7 +82,7 @@ class PolicyRules:
             )
         self._rules = [_checked(rule) for rule in rules]
         self._fallback = fallback
-        self._unused = dict.fromkeys(range(len(self._rules)))
+        self._unused = dict(enumerate(target for target, _ in self._rules))
         self._asked: dict[str, None] = {}  # paths, for the warning
 
     def policy_for(
@@ -116,14 +116,14 @@ class PolicyRules:
     @property
     def unused(self) -> list[str]:
         """The targets of the user's rules that have not matched yet."""
-        return [_target_text(self._rules[index][0]) for index in self._unused]
+        return list(map(_target_text, self._unused.values()))
 
     def warn_unused(self) -> None:
         """Warns with an `UnusedRuleWarning` that names each rule that has not matched yet."""
         if self.unused:
             warnings.warn(
                 "These rules matched no parameter and no module: "
-                f"{first_few(self.unused, len(self.unused), most=8)}. Check their "
+                f"{listed(self.unused, written=str)}. Check their "
                 f"spelling{self._paths_asked()}; an earlier rule may have taken every match.",
                 UnusedRuleWarning,
                 stacklevel=users_stacklevel(),
@@ -133,8 +133,7 @@ class PolicyRules:
         """Returns some of the paths that were asked about, those near the unused rules first."""
         # Modules before the parameters in them, whichever was asked about first.
         asked = sorted(filter(None, self._asked), key=lambda path: path.count("/"))
-        targets = [self._rules[index][0] for index in self._unused]
-        globs = [target.lstrip("*/") for target in targets if isinstance(target, str)]
+        globs = [target.lstrip("*/") for target in self._unused.values() if isinstance(target, str)]
         near = [path for glob in globs[:8] for path in difflib.get_close_matches(glob, asked, 2)]
         shown = list(dict.fromkeys([*near, *asked]))
         return f" (paths here are {listed(shown, most=4)})" if shown else ""
@@ -165,8 +164,8 @@ def _without_method_names(path: str) -> str:
 
 
 def _path_and_ancestors(path: str) -> list[str]:
-    names = path.split("/") if path else []
-    return ["/".join(names[:end]) for end in range(len(names), 0, -1)] or [""]
+    names = path.split("/")
+    return ["/".join(names[:end]) for end in range(len(names), 0, -1)]
 
 
 def _from_any_name(path: str) -> list[str]:

@@ -234,11 +234,6 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def joined(path: str, name: str) -> str:
-    """Returns the path of what is called `name` within `path`, of which "" is the root."""
-    return f"{path}/{name}" if path else name
-
-
 def cast_to_at_least_float32(tree: T) -> T:
     """Casts half leaves to float32; float32 and float64 leaves stay as they are."""
     wide = lambda leaf: cast_leaf(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
@@ -265,7 +260,8 @@ def register_for_export(cls: C) -> C:
     if issubclass(cls, tuple):
         export.register_namedtuple_serialization(cls, serialized_name=name)
     else:
-        write = lambda static: json.dumps(static, default=_left_out).encode()
+        left_out = lambda value: {"left out": getattr(value, "__name__", type(value).__name__)}
+        write = lambda static: json.dumps(static, default=left_out).encode()
         read = lambda written: _as_tuples(json.loads(bytes(written)))
         export.register_pytree_node_serialization(
             cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read
@@ -287,10 +283,6 @@ class LeftOut:
             "This function was left out when the program was exported. Put it back into the state "
             "that the program returned: state.replace(apply_fn=..., tx=...)."
         )
-
-
-def _left_out(value: object) -> Any:
-    return {"left out": getattr(value, "__name__", type(value).__name__)}
 
 
 def _as_tuples(value: Any) -> Any:

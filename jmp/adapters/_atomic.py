@@ -40,6 +40,7 @@ def check_is_scaled(opt_state: optax.OptState, *computing: object) -> None:
 
     It is a warning and no error, because another library may scale the loss.
 
+    Raises: ValueError for an optimizer in a wrong order.
     Warns: `UnscaledLossWarning`.
     """
     is_scaled = not isinstance(loss_scale_in(opt_state), NoOpLossScale)
@@ -65,10 +66,9 @@ def keep_if_skipped(
       state_after, state_before: the optimizer's state. A skip changes nothing in it but the counts
         of loss scaling itself.
     """
-    scaling = find_loss_scaling(state_after)
-    if scaling is None or isinstance(scaling.loss_scale, NoOpLossScale):
+    if isinstance(loss_scale_in(state_after), NoOpLossScale):
         return after, state_after
-    flag_of = flag_by_size(scaling.grads_finite)
+    flag_of = flag_by_size(grads_finite_in(state_after))
     is_scaling: Callable[[Any], bool] = lambda node: isinstance(node, WithLossScaleState)
 
     def select(new: Any, old: Any) -> Any:
@@ -146,8 +146,7 @@ def take_step(
     update = as_transformation(tx, "train_step", "tx", _ORDER).update
     check_is_scaled(opt_state, loss_fn)
     # Equinox's State may be used once: the loss gets a copy, so that it outlives an error.
-    before, structure = jax.tree.flatten(state)
-    given = args if state is None else (jax.tree.unflatten(structure, before), *args)
+    given = args if state is None else (jax.tree.map(lambda leaf: leaf, state), *args)
     returns_pair = has_aux or state is not None
     differentiate = scaled_value_and_grad(loss_fn, loss_scale_in(opt_state), has_aux=returns_pair)
     value, gradients = differentiate(params, *given)
@@ -158,8 +157,6 @@ def take_step(
     extra_args = {"value": loss, **(extra_args or {})}
     updates, new_opt_state = update(gradients, opt_state, params, **extra_args)
     new_params = optax.apply_updates(params, updates)
-    leaves, structure = jax.tree.flatten(new_state)
-    after, unchanged = (new_params, leaves), (params, before)
-    (new_params, kept), new_opt_state = keep_if_skipped(after, unchanged, new_opt_state, opt_state)
-    new_state = jax.tree.unflatten(structure, kept)
-    return TrainStep(new_params, new_opt_state, loss, new_state, aux)
+    after, before = (new_params, new_state), (params, state)
+    (new_params, new_state), kept = keep_if_skipped(after, before, new_opt_state, opt_state)
+    return TrainStep(new_params, kept, loss, new_state, aux)

@@ -22,10 +22,8 @@ def marked_class(module_type: type, base: type, policies: ModulePolicies, scope:
 
     Args:
       base: the framework's class of all modules, whose own methods stay as they are.
-      scope: what `ModulePolicies.scope_of` returned; for "" `module_type` itself is returned.
+      scope: what `ModulePolicies.scope_of` returned.
     """
-    if not scope:
-        return module_type
 
     def in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method, updated=())
@@ -76,8 +74,8 @@ def mark(modules: Iterable[tuple[Names, Any]], base: type, policies: ModulePolic
     classes: dict[Any, Any] = {names: type(module) for names, module in found.items()}
     for names, module in found.items():
         path = "/".join(map(str, names))
-        scope = policies.scope_of(module, path, classes_around(names, classes))
-        set_class(module, marked_class(classes[names], base, policies, scope))
+        if scope := policies.scope_of(module, path, classes_around(names, classes)):
+            set_class(module, marked_class(classes[names], base, policies, scope))
 
 
 def set_class(module: object, module_type: type) -> None:

@@ -172,10 +172,7 @@ class ModulePolicies:
 
     def autocast(self, fun: Callable[P, R]) -> Callable[P, R]:
         """Returns `fun` under autocast, for code that runs inside `in_force`."""
-        half, full = self.lowered, FLOAT32_POLICY.param_dtype
-        policy = dataclasses.replace(
-            self.policy, param_dtype=full, compute_dtype=half, output_dtype=half
-        )
+        policy = dataclasses.replace(self.policy, compute_dtype=self.lowered)
         rules = self.rules if self._name_scopes else None
         return lowered(fun, policy, rules_of_modules=rules, **self._options)
 

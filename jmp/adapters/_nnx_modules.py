@@ -110,13 +110,9 @@ def _narrow(variable: nnx.Variable[Any], before: Any, wide: Any) -> None:
 
 def _differ(before: "SplitModule", after: "SplitModule") -> bool:
     """Returns whether a Variable has changed, or whether attributes came or went."""
-    is_same_graph = after.where == before.where
-    return not is_same_graph or any(not _is_same(x, before[path]) for path, x in after.items())
-
-
-def _is_same(value: PyTree, other: PyTree) -> bool:
-    (leaves, structure), (others, other) = map(jax.tree.flatten, (value, other))
-    return structure == other and all(map(operator.is_, leaves, others))
+    structure: Any
+    (leaves, structure), (others, other) = map(jax.tree.flatten, (before, after))
+    return structure != other or any(map(operator.is_not, leaves, others))
 
 
 @contextlib.contextmanager
@@ -260,19 +256,16 @@ def taken_apart(nodes: list[Any]) -> list[SplitModule]:
     A module may have arrays as attributes, without a Variable. A Variable may hold containers, such
     as what `nnx.capture` fills: they are copied, because they may change in place.
     """
+    raw: Callable[[Any], Any] = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
     graph, state = nnx.split(nodes)
     variables = nnx.to_flat_state(state)
     parts = []
     for number in range(len(nodes)):
         own = [(path, variable) for path, variable in variables if path[0] == number]
         names = [_name(path[1:], variable) for path, variable in own]
-        arrays = [jax.tree.map(lambda x: x, _raw(variable)) for _, variable in own]
+        arrays = [jax.tree.map(lambda x: x, raw(variable)) for _, variable in own]
         parts.append(SplitModule(names, arrays, (graph, tuple(path for path, _ in own))))
     return parts
-
-
-def _raw(variable: Any) -> Any:
-    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def _name(path: tuple[Any, ...], variable: Any) -> str:

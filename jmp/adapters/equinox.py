@@ -16,7 +16,6 @@ import equinox as eqx
 import jax
 import optax
 
-from jmp._array_calls import ArrayCall
 from jmp._messages import check_function, refuse_other_models
 from jmp.adapters._atomic import TrainStep, check_step, take_step
 from jmp.adapters._marked_modules import Names, classes_around, mark, plain_class, set_class
@@ -107,9 +106,9 @@ def in_scopes(fun: Callable[P, R]) -> Callable[P, R]:
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
         if not any(map(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))):
             return fun(*args, **kwargs)
-        call, chosen = ArrayCall(marked, args, kwargs), marked
+        chosen = marked
         try:
-            jax.eval_shape(call.results, *call.arrays)
+            eqx.filter_eval_shape(marked, *args, **kwargs)
         except (TypeError, ValueError):  # an error of the function itself comes again
             chosen = fun
         return chosen(*args, **kwargs)

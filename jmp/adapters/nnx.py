@@ -138,9 +138,8 @@ def cast_params(model: M, policy: str | Policy, rules: Sequence[Rule] | None = N
     >>> cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "O2").kernel.dtype
     dtype('float16')
     """
-    policy = get_policy(policy)
     _check_kinds("cast_params", model=model)
-    stored = storage_rules(policy, rules)
+    stored = storage_rules(get_policy(policy), rules)
     copy = nnx.clone(model)
     _nnx_modules.cast_in_place(copy, stored.policy_for)
     stored.warn_unused()
@@ -366,7 +365,6 @@ def atomic_step(
     _check_kinds("atomic_step", model=model, optimizer=optimizer)
     for module in others:
         _check_kinds("atomic_step", others=module)
-    loss_scale(optimizer)  # an order that does not work is refused
     check_is_scaled(nnx.as_pure(optimizer.opt_state), model)
     return _atomic(model, optimizer, list(others))
 

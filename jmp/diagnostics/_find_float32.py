@@ -8,7 +8,6 @@ given the errors of any choice of scopes, and does not know how they are measure
 import dataclasses
 import functools
 import glob
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -138,7 +137,7 @@ def find_float32(
 
         def rules_without(low: frozenset[str]) -> list[Rule]:
             policies = {path: str(policy) if path in low else higher for path in scopes}
-            return [*given_rules, *rules_for(policies, str(policy), of_modules=of_modules)]
+            return [*given_rules, *rules_for(policies, str(policy), of_modules)]
 
         @functools.cache
         def errors(low: frozenset[str]) -> Errors:
@@ -146,7 +145,8 @@ def find_float32(
             with without_warnings():
                 found = results_and_gradients(lowered, given, argnums, scale)
             of_all_leaves = comparison_of(policy, scale, found, reference).by_module(0)
-            error = {row.kind: _infinite_if_nan(row.relative_error) for row in of_all_leaves}
+            # None is NaN, because the reference is finite.
+            error = {row.kind: row.relative_error for row in of_all_leaves}
             return Errors(error["result"], error["gradient"])
 
         kept = search(asked, errors, tolerance)
@@ -228,10 +228,6 @@ class Float32Scopes(Report):
         rows |= {f"only {path or NOWHERE}": errors for path, errors in self.kept.items()}
         cells = [(name, *(f"{error:.2g}" for error in errors)) for name, errors in rows.items()]
         return "\n".join([*lines, table((low, "loss error", "gradient error"), cells)])
-
-
-def _infinite_if_nan(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def _scopes_of(plan: Plan) -> tuple[list[str], list[str], bool]:
@@ -323,9 +319,7 @@ def search(scopes: Sequence[str], errors: ErrorsOf, tolerance: float) -> set[str
     return kept
 
 
-def rules_for(
-    policies: Mapping[str, str], default: str, *, of_modules: bool = False
-) -> list[tuple[str, str]]:
+def rules_for(policies: Mapping[str, str], default: str, of_modules: bool) -> list[tuple[str, str]]:
     """Returns rules with which autocast computes each of these scopes with its policy.
 
     A rule holds for all that is inside its scope, and may match from any name of a path on. So an
@@ -339,7 +333,7 @@ def rules_for(
         holds for all modules inside it.
 
     >>> half = "mixed_float16"
-    >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half)
+    >>> rules_for({"net": "float32", "net/mlp": half, "head": "float32"}, half, False)
     [('net/mlp', 'mixed_float16'), ('head', 'float32'), ('net', 'float32')]
     """
     found: dict[str, str] = {}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jmp import _jax_compat
 from jmp.autocasting._kinds import has_kind, kind_of
@@ -32,21 +32,25 @@ T = TypeVar("T")
 
 
 def evaluate(
-    jaxpr: Jaxpr,
+    jaxpr: Any,
     inputs: list[T],
     step: Callable[[JaxprEqn, list[T]], list[T]],
-    of_literal: Callable[[Any, JaxprEqn | None], T],
+    of_constant: Callable[[Any, JaxprEqn | None], T],
 ) -> list[T]:
-    """Returns the outputs of an open jaxpr, in the form that the caller gives to values.
+    """Returns the outputs of a jaxpr, in the form that the caller gives to values.
 
     Args:
-      inputs: its constants, then its inputs, in the caller's form. The list is emptied, so that
-        each value is freed after its last use.
+      jaxpr: closed, or open without constants.
+      inputs: in the caller's form. The list is emptied, so that each value is freed after its last
+        use.
       step: given an equation and its operands, returns its results. It runs in the equation's
         place: source line, name scopes, mesh, compute type.
-      of_literal: given a literal and the equation that reads it, None for an output of the jaxpr.
+      of_constant: given an array that is written in the program, or closed over, and the equation
+        that reads it, None for an output of the jaxpr.
     """
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
+    held = dict(zip(jaxpr.constvars, constants, strict=True))
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     inputs.clear()
     reads = [*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]
     last_use: dict[Any, int] = {}
@@ -54,7 +58,9 @@ def evaluate(
         last_use |= {atom: index for atom in atoms if not isinstance(atom, Literal)}
 
     def read(atom: Any, equation: JaxprEqn | None) -> Any:
-        return of_literal(atom, equation) if isinstance(atom, Literal) else values[atom]
+        if isinstance(atom, Literal):
+            return of_constant(literal(atom), equation)
+        return of_constant(held[atom], equation) if atom in held else values[atom]
 
     for index, equation in enumerate(jaxpr.eqns):
         operands = [read(atom, equation) for atom in equation.invars]
@@ -105,7 +111,6 @@ def replay(
     >>> names
     ['exp', 'add', 'scan']
     """
-    inner, constants = _jax_compat.open_jaxpr(jaxpr)
 
     def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         equations = (*around, equation)
@@ -123,7 +128,7 @@ def replay(
             results = _jax_compat.bind(equation.primitive, operands, params)
         return on_results(equations, results)
 
-    return evaluate(inner, [*constants, *operands], step, lambda atom, _: literal(atom))
+    return evaluate(jaxpr, list(operands), step, lambda constant, _: constant)
 
 
 # States.
@@ -258,9 +263,7 @@ Call = Callable[..., list[Any]]
 Causes = list[Cause | None]
 
 
-def handed_on(
-    call: Call | None, inputs: Sequence[Checked], state: int, is_product: bool
-) -> Cause | None:
+def handed_on(call: Call | None, inputs: Sequence[Checked], makes_nan: bool) -> Cause | None:
     """Returns the earliest cause that an operation hands on; None if it is the cause itself.
 
     To find which of several causes counts, it is run again with the inputs of one cause left as
@@ -269,7 +272,7 @@ def handed_on(
 
     Args:
       call: runs the operation again; None if that would have effects.
-      state: the worst of its results.
+      makes_nan: whether a result is NaN, and the operation no product: inf - inf, or 0 * inf.
     """
     causes = {x.cause.order: x.cause for x in inputs if x.cause is not None}
     first = earliest(causes.values())
@@ -277,7 +280,6 @@ def handed_on(
         return first
     if first.may_be_meant:
         came_as_nan = any(state_of(x.value) == NAN for x in inputs if x.cause is first)
-        makes_nan = state == NAN and not is_product  # inf - inf, or 0 * inf
         # An operation that is infinite without the given infinities too, as exp under a mask may
         # be, is the cause.
         if came_as_nan or (not makes_nan and is_finite_of(call, inputs)):
@@ -334,18 +336,12 @@ class Interpreter:
 
     def run(self, jaxpr: Any, inputs: list[Checked], here: Location) -> list[Checked]:
         """Returns what a jaxpr gives. `inputs` is emptied: each is freed after its last use."""
-        jaxpr, constants = _jax_compat.open_jaxpr(jaxpr)
 
         def given(value: Any, reader: JaxprEqn | None) -> Checked:
             return self.given(value, "constant", here if reader is None else here.at(reader))
 
-        def reader_of(variable: Any) -> JaxprEqn | None:
-            return next((e for e in jaxpr.eqns if any(x is variable for x in e.invars)), None)
-
         step = lambda equation, operands: self._step(operands, here.at(equation))
-        pairs = zip(constants, jaxpr.constvars, strict=True)
-        inputs[:0] = [given(constant, reader_of(variable)) for constant, variable in pairs]
-        return evaluate(jaxpr, inputs, step, lambda atom, reader: given(literal(atom), reader))
+        return evaluate(jaxpr, inputs, step, given)
 
     def _step(self, inputs: list[Checked], here: Location) -> list[Checked]:
         name = here.equation.primitive.name
@@ -388,7 +384,8 @@ class Interpreter:
             causes = look()
         if any(state and cause is None for state, cause in zip(states, causes, strict=True)):
             rerun = None if equation.effects and look is None else call
-            outer = handed_on(rerun, inputs, max(states), is_product(equation))
+            makes_nan = max(states) == NAN and not is_product(equation)
+            outer = handed_on(rerun, inputs, makes_nan)
             if outer is None:
                 is_whole = look is not None or has_kind(equation.primitive.name)
                 outer = self._made(inputs, max(states), here, is_whole)

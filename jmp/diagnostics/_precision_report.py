@@ -148,14 +148,15 @@ class PrecisionReport(Report):
     def __str__(self) -> str:
         rows = with_repeated(self.rows)
         by_place = grouped(rows, lambda row: (row.module, row.source, _dtypes_shown(row)))
-        times_of_reasons = _times_of_reasons(self.rows)
-        numbers = {reason: number for number, reason in enumerate(times_of_reasons, 1)}
+        times_of_reasons = totals((_reason_of(row), row.times) for row in self.rows)
+        most_frequent = sorted(times_of_reasons.items(), key=lambda item: -item[1])
+        numbers = {reason: number for number, (reason, _) in enumerate(most_frequent, 1)}
         lines = [
             f"policy: {self.policy}, planned for a {self.platform.upper()}",
             f"products: {_products(self.rows)}",
             "dtypes of operations, and why:",
         ]
-        for (dtype, why), times in times_of_reasons.items():
+        for (dtype, why), times in most_frequent:
             lines.append(f"  [{numbers[dtype, why]}] {times} x {dtype}: {why}")
         lines += ["besides dtypes:"] * bool(self.decisions)
         lines += [f"  {times} x {what}" for what, times in self.decisions.items()]
@@ -211,12 +212,6 @@ def _products(rows: list[Row]) -> str:
         share = _flops_share(rows, [dtype]) or 0.0
         parts.append(f"{number} in {dtype} ({share:.1%} of the operations)")
     return ", ".join(parts) or "none"
-
-
-def _times_of_reasons(rows: list[Row]) -> dict[tuple[str, str], int]:
-    """Returns how often each dtype and reason counts, the most frequent first."""
-    times = totals((_reason_of(row), row.times) for row in rows)
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
 def _reason_of(row: Row) -> tuple[str, str]:

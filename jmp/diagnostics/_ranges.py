@@ -9,7 +9,7 @@ has one for each tensor. `range_report` makes it of a tree, and `_gradient_repor
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,25 +91,18 @@ SCALED = ("gradient", "activation gradient", "value")
 LARGEST_EXPONENT = 126
 
 
-class Limits(NamedTuple):
-    """Exponents of a dtype: its smallest, smallest normal and largest numbers."""
-
-    smallest: int
-    normal: int
-    largest: int
-
-
 FLOAT8_TYPES = (FLOAT8, "float8_e5m2")
 
 
-def limits_of(dtype: DTypeLike, known: Sequence[str] = HALVES) -> Limits:
-    """Returns the limits of one of the known types; raises ValueError for any other."""
+def limits_of(dtype: DTypeLike, known: Sequence[str] = HALVES) -> jnp.finfo:
+    """Returns the limits of one of the known types; raises ValueError for any other.
+
+    All finite numbers are below two to the power of `maxexp`.
+    """
     name = str(floating_dtype(dtype, "dtype"))
     if name not in known:
         raise ValueError(f"Ranges were asked for {name}; expected one of {listed(known)}.")
-    info = jnp.finfo(name)
-    largest = int(math.log2(float(info.max)))
-    return Limits(int(info.minexp) - info.nmant, int(info.minexp), largest)
+    return jnp.finfo(name)
 
 
 def exponent_of(scale: float) -> int:
@@ -202,16 +195,16 @@ class Range:
 
         Raises: ValueError for another dtype, or a scale that is no power of two.
         """
-        name = str(floating_dtype(dtype, "dtype"))
-        limits = limits_of(name, (*HALVES, *FLOAT8_TYPES))
-        if name in HALVES:
+        limits = limits_of(dtype, (*HALVES, *FLOAT8_TYPES))
+        if str(limits.dtype) in HALVES:
             shift = self.shift(scale)
         elif self.infinities or self.nans:
             return Shares(0, 0, 0, 0, 0, 0, nan=1)
         else:
             # No scale has a reciprocal that is not finite.
-            shift = min(limits.largest - max(self.counts, default=0), LARGEST_EXPONENT)
-        edges = (limits.smallest - 1, limits.normal, limits.largest + 1)
+            shift = min(limits.maxexp - 1 - max(self.counts, default=0), LARGEST_EXPONENT)
+        half_of_smallest = limits.minexp - limits.nmant - 1
+        edges = (half_of_smallest, limits.minexp, limits.maxexp)
         finite = [0] * (len(edges) + 1)
         for exponent, number in self.counts.items():
             finite[sum(edge <= exponent + shift for edge in edges)] += number
@@ -353,7 +346,7 @@ class RangeReport(Report):
         largest = [max(row.counts) - exponent_of(row.scale) for row in rows if row.counts]
         if not largest or any(row.infinities or row.nans for row in rows):
             return None
-        exponent = limits.largest - MARGIN - max(largest)
+        exponent = limits.maxexp - 1 - MARGIN - max(largest)
         return 2.0 ** max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,13 +8,12 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jmp.autocasting._equations import is_inner_product
-from jmp.autocasting._numbers import Shape, length_of
+from jmp.autocasting._numbers import length_of, shape_of, size_of
 from jmp.autocasting._operations import Operation, is_callers_wish, is_product, operations_of
 from jmp.autocasting._precision import asked_for, precision_of
 from jmp.autocasting._products import WHY_EXACT, products_that_wrap
@@ -23,9 +22,6 @@ from jmp.autocasting._steps import Plan, Single, steps_of
 from jmp.autocasting.float8._passes import sizes_of
 from jmp.diagnostics._places import module_and_line, place_name
 from jmp.diagnostics._reports import FLOAT8, HALVES, added_up, grouped
-
-# The primitives whose floating-point operations are counted.
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 # Products of these dtypes have fewer digits than the dtype, unless a precision says otherwise.
 CHOOSES = frozenset({"float32", "complex64"})
@@ -134,24 +130,21 @@ def kind_of_row(equation: JaxprEqn) -> str | None:
 
 
 def flops_of(equation: JaxprEqn) -> int:
-    """Returns the floating-point operations of a product, two for each multiplication and addition.
+    """Returns the floating-point operations of a product: two for each multiplication and addition.
 
-    It returns 0 for a primitive that is not in `PRODUCTS`.
+    The op table has three kinds of products.
     """
     name, params = equation.primitive.name, equation.params
-    if name not in PRODUCTS:
-        return 0
     if name == "dot_general":
         return 2 * math.prod(sizes_of(equation.invars, params))
-    left, right = map(_shape_of, equation.invars[:2])
-    results = math.prod(_shape_of(equation.outvars[0]))
+    left, right = map(shape_of, equation.invars[:2])
     if name == "conv_general_dilated":
-        outputs = right[params["dimension_numbers"].rhs_spec[0]]
+        outputs = length_of(right[params["dimension_numbers"].rhs_spec[0]])
         # Zeros between the elements of a dilated input are not multiplied (strided gradients).
         divisor = max(1, outputs) * math.prod(params["lhs_dilation"])
-        return 2 * results * math.prod(right) // divisor
+        return 2 * size_of(shape_of(equation.outvars[0])) * size_of(right) // divisor
     # In a ragged product each row meets the matrix of its own group.
-    return 2 * math.prod(left) * right[-1]
+    return 2 * size_of(left) * length_of(right[-1])
 
 
 def tensor_core_sizes(equation: JaxprEqn) -> dict[str, int]:
@@ -164,10 +157,6 @@ def tensor_core_sizes(equation: JaxprEqn) -> dict[str, int]:
     rows, columns, summed, _ = sizes_of(equation.invars, equation.params)
     sizes = {"rows": rows, "columns": columns, "summed elements": summed}
     return {} if 1 in sizes.values() else sizes
-
-
-def _shape_of(atom: Any) -> Shape:
-    return tuple(map(length_of, atom.aval.shape))
 
 
 # Hazards.

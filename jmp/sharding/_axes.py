@@ -109,7 +109,7 @@ def agreed(flag: jax.Array, shared: PyTree, axis_name: AxisName, apart: Names = 
 def axes_of_each(values: Sequence[jax.Array], shared: PyTree, axis_name: AxisName) -> list[Names]:
     """Returns for each value the axes that `axis_name` means; see `agreed`."""
     mapped = mapped_axes()
-    tracked = bool(mapped) and are_tracked()
+    tracked = are_tracked()
     if axis_name == "auto":
         if not tracked:
             return [mapped for _ in values]

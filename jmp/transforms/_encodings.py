@@ -121,11 +121,9 @@ def peaks_of(values: Sequence[jax.Array], kind: str) -> list[tuple[jax.Array, ..
     """Returns for each of some arrays of one shape what its scales follow from.
 
     They are the largest numbers of its rows, for "int8" of its blocks, and the largest of their
-    negatives; for "bfloat16" nothing. All are found together: on a GPU in one kernel, which reads
-    once what the arrays are computed from.
+    negatives. All are found together: on a GPU in one kernel, which reads once what the arrays are
+    computed from.
     """
-    if kind == "bfloat16":
-        return [() for _ in values]
     rows = list(map(_in_blocks, values)) if kind == "int8" else values
     # An infinity says nothing of the numbers beside it; codes of 8 bits have none.
     both = [each for row in rows for each in (row, -row)]
@@ -158,10 +156,9 @@ def _codes_of_blocks(
 ) -> jax.Array:
     exponent, has_sign = _exponent_of_codes(_of_each(highest, value), _of_each(lowest, value))
     code = code_of(bits, value * _exp2(-exponent), MANTISSA, LEAST_EXPONENT)
+    code = _not_lost(code, value, has_sign)
     # Numbers that XLA computes again beside the peaks may exceed them by a rounding.
-    code = jnp.minimum(
-        _not_lost(code, value, has_sign), jnp.where(has_sign, jnp.uint32(LARGEST_SIGNED), LARGEST)
-    )
+    code = jnp.minimum(code, jnp.where(has_sign, jnp.uint32(LARGEST_SIGNED), LARGEST))
     return jnp.where(has_sign, code | _sign_of(value) >> 24, code).astype(jnp.uint8)
 
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jmp._jax_compat import is_concrete, varying_axes
 from jmp.transforms._placement import is_on_mesh, parameter_path
@@ -192,9 +191,9 @@ def in_kernels_of_parameters(state: T, params: optax.Params, updates: optax.Upda
     >>> in_kernels_of_parameters({"w": jnp.uint16(3)}, params, updates)
     {'w': Array(3, dtype=uint16)}
     """
-    old, changes = (dict(tree_leaves_with_path(tree)) for tree in (params, updates))
+    old, changes = (dict(jax.tree.leaves_with_path(tree)) for tree in (params, updates))
     belonging: dict[Any, dict[Any, jax.Array]] = collections.defaultdict(dict)
-    for path, leaf in tree_leaves_with_path(state):
+    for path, leaf in jax.tree.leaves_with_path(state):
         of = parameter_path(leaf, path, old)
         if of in changes and old[of].dtype == jnp.bfloat16 and not is_concrete(changes[of]):
             belonging[of][path] = leaf
@@ -209,7 +208,7 @@ def in_kernels_of_parameters(state: T, params: optax.Params, updates: optax.Upda
             computed[alike[0]] = lax.platform_dependent(
                 first, new, *others, tpu=selected_by_all, default=lambda first, *_: first
             )
-    return tree_map_with_path(lambda path, leaf: computed.get(path, leaf), state)
+    return jax.tree.map_with_path(lambda path, leaf: computed.get(path, leaf), state)
 
 
 def _may_share_kernel(new: jax.Array, leaf: jax.Array) -> bool:

@@ -7,21 +7,21 @@
 | `with_kahan_summation` | what rounding took from it, in its own dtype | 2 |
 | `with_stochastic_rounding` | nothing: it is rounded up or down by chance | 0 |
 
-Each is a `ParameterStorage`, the class of its state, and the function.
+Each is a `ParameterStorage`, the class of its state, and the function; for stochastic rounding the
+storage is the base class.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.typing import DTypeLike
 
 from jmp.dtypes import floating_dtype
-from jmp.transforms._parameter_storage import ParameterStorage, register_storage, stored_by
+from jmp.transforms._parameter_storage import ParameterStorage, stored_by
 from jmp.transforms._rounding import HALFWAY, RandomBits, rounded, rounded_by, widened
-from jmp.transforms._wrapping import Optimizer, Transformation
+from jmp.transforms._wrapping import STORES_PARAMETERS, Optimizer, Transformation, register_wrapper
 from jmp.trees import PyTree
 
 
@@ -37,7 +37,7 @@ class Masters(ParameterStorage):
         return beside
 
 
-@register_storage("with_master_params", Masters())
+@register_wrapper("with_master_params", STORES_PARAMETERS, Masters())
 class WithMasterParamsState(NamedTuple):
     """State of `with_master_params`.
 
@@ -159,7 +159,7 @@ def _signed_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-@register_storage("with_split_masters", SplitMasters())
+@register_wrapper("with_split_masters", STORES_PARAMETERS, SplitMasters())
 class WithSplitMastersState(NamedTuple):
     """State of `with_split_masters`.
 
@@ -204,6 +204,7 @@ def with_split_masters(inner: Optimizer) -> Transformation[WithSplitMastersState
     Raises: as `with_master_params`; in `init`, ValueError for parameters in float16, whose range is
       too small for the higher half of a float32 number.
 
+    >>> import optax
     >>> tx = with_split_masters(optax.sgd(1e-4))
     >>> params = jnp.ones(2, jnp.bfloat16)
     >>> state = tx.init(params)
@@ -234,7 +235,7 @@ class KahanSummation(ParameterStorage):
         return param.astype(jnp.float32) + beside.astype(jnp.float32)
 
 
-@register_storage("with_kahan_summation", KahanSummation())
+@register_wrapper("with_kahan_summation", STORES_PARAMETERS, KahanSummation())
 class WithKahanSummationState(NamedTuple):
     """State of `with_kahan_summation`.
 
@@ -270,6 +271,7 @@ def with_kahan_summation(inner: Optimizer) -> Transformation[WithKahanSummationS
     Returns: a transformation whose state is a `WithKahanSummationState`; `update` needs `params`.
     Raises: as `with_master_params`.
 
+    >>> import optax
     >>> tx = with_kahan_summation(optax.sgd(1e-4))
     >>> params = jnp.ones(2, jnp.float16)
     >>> state = tx.init(params)
@@ -283,17 +285,7 @@ def with_kahan_summation(inner: Optimizer) -> Transformation[WithKahanSummationS
     return stored_by(WithKahanSummationState, inner)
 
 
-class StochasticRounding(ParameterStorage):
-    """Nothing is kept beside the parameter, which is the value."""
-
-    def beside(self, new: jax.Array, shown: jax.Array, param: jax.Array) -> Any:
-        return optax.EmptyState()
-
-    def value(self, param: jax.Array, beside: Any) -> jax.Array:
-        return param.astype(jnp.float32)
-
-
-@register_storage("with_stochastic_rounding", StochasticRounding())
+@register_wrapper("with_stochastic_rounding", STORES_PARAMETERS, ParameterStorage())
 class WithStochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
@@ -346,6 +338,7 @@ def with_stochastic_rounding(
       ValueError without `specs` inside of a shard_map or pmap, if parameters differ between devices
       or types do not say whether they do (`check_vma=False`).
 
+    >>> import optax
     >>> tx = with_stochastic_rounding(optax.sgd(1e-4))
     >>> params = jnp.ones(4096, jnp.bfloat16)
     >>> updates, state = tx.update(jnp.ones(4096), tx.init(params), params)
@@ -355,5 +348,5 @@ def with_stochastic_rounding(
     >>> bool(abs(params.astype("float32").mean() - 0.9999) < 3e-5)
     True
     """
-    bits = RandomBits.of("with_stochastic_rounding", seed, specs)
+    bits = RandomBits("with_stochastic_rounding", seed, specs)
     return stored_by(WithStochasticRoundingState, inner, bits=bits)

@@ -20,7 +20,6 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_map_with_path
 
-from jmp._jax_compat import is_concrete
 from jmp._messages import listed, wrong
 from jmp.dtypes import is_half
 from jmp.loss_scaling._gradients import check_loss_scale
@@ -29,6 +28,7 @@ from jmp.policy import Policy, get_policy, mark_lowered, refuse_float8
 from jmp.sharding._axes import AxisName, agreed, axis_names
 from jmp.transforms import _few_kernels, _half_parameters, _wrapping
 from jmp.transforms._masters import kept_by_path
+from jmp.transforms._placement import placed
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path, select_leaves
 
 S = TypeVar("S")
@@ -167,12 +167,11 @@ def with_loss_scale(
             return jnp.where(flag_of(update), update, jnp.asarray(-0.0).astype(update.dtype))
 
         new_updates = jax.tree.map(zero_if_skipped, new_updates)
+        skipped = state.skipped_steps
         new_state = WithLossScaleState(
             loss_scale=scale.adjust(finite),
             grads_finite=finite,
-            skipped_steps=jnp.where(
-                finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
-            ),
+            skipped_steps=jnp.where(finite, skipped, optax.safe_increment(skipped)),
             consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
             inner_state=select_leaves(flag_of, new, old),
         )
@@ -375,9 +374,7 @@ def _with_scale(state: WithLossScaleState, new: LossScale) -> WithLossScaleState
         def as_flag(flag: Any) -> Any:
             if isinstance(flag, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flag.sharding)
-            is_placed = isinstance(flag, jax.Array) and is_concrete(flag)
-            is_on_many = is_placed and len(flag.sharding.device_set) > 1
-            return jax.device_put(jnp.array(leaf), flag.sharding) if is_on_many else jnp.array(leaf)
+            return placed(jnp.array(leaf), flag)
 
         return jax.tree.map(as_flag, state.grads_finite)
 

@@ -16,7 +16,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jmp._jax_compat import is_concrete
 from jmp._messages import described
 from jmp.transforms import _wrapping
-from jmp.transforms._parameter_storage import STORAGES, ParameterStorage, compiled, is_kept
+from jmp.transforms._parameter_storage import ParameterStorage, compiled, is_kept
 from jmp.transforms._rounding import needs_master, rounded
 from jmp.trees import PyTree, cast_to_at_least_float32, is_array, leaves_by_path
 
@@ -167,7 +167,7 @@ def kept_by_path(opt_state: optax.OptState) -> dict[str, tuple[Any, ParameterSto
     an array, or an `EmptyState` if its storage keeps nothing.
     """
     return {
-        keystr(path): (beside, STORAGES[type(state)])
+        keystr(path): (beside, _wrapping.WRAPPERS[type(state)].storage)
         for state, _ in _wrapping.states_at(opt_state, _wrapping.STORES_PARAMETERS)
         for path, beside in tree_leaves_with_path(state[0], is_leaf=is_kept)
     }
@@ -237,7 +237,7 @@ def _map_kept(function: Callable[[str, Any, Any], Any], opt_state: S) -> S:
     """Applies `function` to the path of every half parameter, what is kept beside it, and how."""
 
     def in_state(state: Any) -> Any:
-        storage = STORAGES[type(state)]
+        storage = _wrapping.WRAPPERS[type(state)].storage
         by_path = lambda path, old: function(keystr(path), old, storage)
         mapped = tree_map_with_path(by_path, state[0], is_leaf=is_kept)
         return state._replace(**{state._fields[0]: mapped})

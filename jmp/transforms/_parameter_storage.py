@@ -3,13 +3,12 @@
 A `ParameterStorage` is three functions of arrays: they say what a parameter becomes, what is kept
 beside it, and which value the two stand for. The rest is made of these: `stored_by`, the
 transformation that runs an optimizer on the values, and the functions in `_masters`, which read and
-set the values inside of an optimizer's state. `register_storage` says which storage the class of a
+set the values inside of an optimizer's state. `register_wrapper` says which storage the class of a
 state belongs to. The storages that there are stand in `_half_parameters`.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,6 @@ from jax.typing import DTypeLike
 from jmp.transforms import _few_kernels, _rounding, _wrapping
 from jmp.transforms._rounding import RandomBits, needs_master, rounded, rounded_by
 from jmp.trees import PyTree, cast_to_at_least_float32, leaves_by_path
-
-C = TypeVar("C", bound=type)
 
 # A function of a storage as one program. `init` and `masters` are usually called outside of jit,
 # where JAX would compile each operation for each shape.
@@ -34,6 +31,9 @@ class ParameterStorage:
     After a step `shown` is `visible(new, param, bits)`, the parameter becomes `shown` in its own
     dtype, and `beside(new, shown, param)` is kept in the state. Of these two `value` gives `new`
     again, as exactly as the storage can.
+
+    The base class keeps nothing beside the parameter, which is the value, rounded: by chance, if
+    the transformation has random bits.
 
     Each class is made once, without arguments. Options of a transformation belong to `stored_by`.
 
@@ -66,28 +66,11 @@ class ParameterStorage:
             `shown_after`.
           param: the parameter, for its dtype.
         """
-        raise NotImplementedError
+        return optax.EmptyState()
 
     def value(self, param: jax.Array, beside: Any) -> jax.Array:
         """Returns the float32 value that a parameter and what is kept beside it stand for."""
-        raise NotImplementedError
-
-
-STORAGES: dict[type, ParameterStorage] = {}  # by the type of the state
-
-
-def register_storage(caller: str, storage: ParameterStorage) -> Callable[[C], C]:
-    """Registers the class of the state of a transformation that stores parameters.
-
-    Args:
-      caller: the public function that makes the transformation.
-    """
-
-    def register(state_type: C) -> C:
-        STORAGES[state_type] = storage
-        return _wrapping.register_wrapper(caller, _wrapping.STORES_PARAMETERS)(state_type)
-
-    return register
+        return param.astype(jnp.float32)
 
 
 def stored_by(
@@ -101,13 +84,13 @@ def stored_by(
     The arrays that are kept beside the parameters form a tree like theirs.
 
     Args:
-      state_type: the NamedTuple of its state, which `register_storage` registers: first the tree
+      state_type: the NamedTuple of its state, which `register_wrapper` registers: first the tree
         of what is kept beside the parameters, with `optax.MaskedNode` for those that need nothing;
         then `count`, if there are random bits; last `inner_state`.
       dtype: of the values that `inner` sees.
       bits: where the storage's random bits come from; None for one that rounds to the nearest.
     """
-    storage, caller = STORAGES[state_type], _wrapping.caller_of(state_type)
+    caller, _, storage = _wrapping.WRAPPERS[state_type]
     optimizer = _wrapping.checked_inner(inner, state_type)
 
     def first_beside(path: tuple[Any, ...], param: Any) -> Any:

@@ -11,9 +11,7 @@ computed where they are used, with some ten integer operations an element, and a
 memory.
 """
 
-import dataclasses
 import hashlib
-import math
 from typing import Any
 
 import jax
@@ -150,38 +148,29 @@ def code_of(bits: jax.Array, value: jax.Array, mantissa: int, lowest: int) -> ja
     return jnp.where(pattern < jnp.uint32((lowest + 127) << 23), even, normal)
 
 
-@dataclasses.dataclass(frozen=True)
 class RandomBits:
     """Where random bits come from, for what rounds stochastically.
 
-    Attributes:
+    Args:
       caller: the public function that rounds: different callers get different bits.
       seed: the user's.
-      specs: a PartitionSpec for each parameter by path, if a shard_map divides them.
+      specs: a tree with a PartitionSpec for each parameter, if a shard_map divides them.
+
+    Raises: TypeError for a seed that is no integer, or for specs that are no PartitionSpecs.
     """
 
-    caller: str
-    seed: int
-    specs: dict[str, PartitionSpec] | None = None
-
-    @classmethod
-    def of(cls, caller: str, seed: Any, specs: PyTree = None) -> "RandomBits":
-        """Returns the bits that a user described.
-
-        Raises: TypeError for a seed that is no integer, or for specs that are no PartitionSpecs.
-        """
-        is_any = lambda number: True
-        seed = check_number(seed, caller, "an integer such as 0", is_any, name="seed", kind=int)
-        if specs is None:
-            return cls(caller, seed)
-        is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
-        leaves = tree_leaves_with_path(specs, is_leaf=is_spec)
-        by_path = {keystr(path): spec or PartitionSpec() for path, spec in leaves}
-        for path, spec in by_path.items():
+    def __init__(self, caller: str, seed: Any, specs: PyTree = None) -> None:
+        self.caller = caller
+        self.seed = check_number(seed, caller, "an integer such as 0", name="seed", kind=int)
+        self.specs: dict[str, Any] | None = None  # by path
+        if specs is not None:
+            is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
+            leaves = tree_leaves_with_path(specs, is_leaf=is_spec)
+            self.specs = {keystr(path): spec or PartitionSpec() for path, spec in leaves}
+        for path, spec in (self.specs or {}).items():
             if not isinstance(spec, PartitionSpec):
                 expected = "a tree of PartitionSpecs like the parameters"
                 raise wrong(TypeError, caller, spec, expected, name=f"specs{path}")
-        return cls(caller, seed, by_path)
 
     def at(self, path: str, like: jax.Array, count: jax.Array) -> jax.Array:
         """Returns uint32 of the shape of `like`, each bit as good as the flip of a coin.
@@ -234,7 +223,7 @@ def _mixed(x: jax.Array, key: jax.Array | int = 0) -> jax.Array:
 
 
 def global_index(
-    like: jax.Array, path: str, spec: PartitionSpec | None, start: jax.Array | int = 0
+    like: jax.Array, path: str, spec: PartitionSpec | None, start: jax.Array
 ) -> jax.Array:
     """Returns the index of each element in the whole array, in the order of rows, modulo 2**32.
 
@@ -242,15 +231,14 @@ def global_index(
       start: uint32, added to the position along each axis.
     """
     divided = _names_by_axis(like, path, spec)
-    parts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in divided]
+    parts = list(map(lax.axis_size, divided))
     sharding = jax.typeof(like).sharding
     place: Any = {"out_sharding": sharding} if sharding.mesh.explicit_axes else {}
     index, stride = jnp.zeros((), jnp.uint32), 1
     for axis in reversed(range(like.ndim)):
         # From the devices' own axes XLA divides the numbers among them; one long vector it would
         # make whole on each.
-        along = lax.broadcasted_iota(jnp.uint32, like.shape, axis, **place)
-        along = along + jnp.asarray(start, jnp.uint32)
+        along = lax.broadcasted_iota(jnp.uint32, like.shape, axis, **place) + start
         if divided[axis]:
             along = along + lax.axis_index(divided[axis]).astype(jnp.uint32) * like.shape[axis]
         index = index + along * jnp.uint32(stride % 2**32)

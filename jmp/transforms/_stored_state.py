@@ -120,7 +120,7 @@ def with_stored_state(
     given: Any = stored
     is_one_dtype = isinstance(given, str) or not isinstance(given, Iterable)
     rules = [("*", "*", _kind(given))] if is_one_dtype else list(map(_checked_rule, given))
-    bits = RandomBits.of(CALLER, seed, specs)
+    bits = RandomBits(CALLER, seed, specs)
     if rounding not in ("stochastic", "nearest"):
         raise wrong(ValueError, CALLER, rounding, "'stochastic' or 'nearest'", name="rounding")
 
@@ -251,9 +251,8 @@ def _behind_barriers(old: PyTree, peaks: Peaks) -> tuple[PyTree, Peaks]:
     waited = dict(peaks)
 
     def wait(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_stored(leaf) or keystr(path) not in peaks:
-            return leaf
-        leaf, waited[keystr(path)] = lax.optimization_barrier((leaf, peaks[keystr(path)]))
+        if (name := keystr(path)) in peaks:
+            leaf, waited[name] = lax.optimization_barrier((leaf, peaks[name]))
         return leaf
 
     return tree_map_with_path(wait, old, is_leaf=is_stored), waited

@@ -36,34 +36,35 @@ ROOT = keystr(())  # the path of a tree that is one array
 SCALES, STORES_PARAMETERS, STORES_STATE = range(3)  # from the outermost place to the innermost
 
 
-class _Wrapper(NamedTuple):
-    """One of our transformations: the public function that makes it, and its place."""
+class Wrapper(NamedTuple):
+    """One of our transformations.
+
+    Attributes:
+      caller: the public function that makes it.
+      place: where it belongs: `SCALES`, `STORES_PARAMETERS` or `STORES_STATE`.
+      storage: the `ParameterStorage` of one that stores parameters; else None.
+    """
 
     caller: str
     place: int
+    storage: Any = None
 
 
-_WRAPPERS: dict[type, _Wrapper] = {}  # by the type of the state
+WRAPPERS: dict[type, Wrapper] = {}  # by the type of the state
 
 
-def register_wrapper(caller: str, place: int) -> Callable[[C], C]:
+def register_wrapper(caller: str, place: int, storage: Any = None) -> Callable[[C], C]:
     """Registers the class of a transformation's state, for export and for the checks of orders.
 
     Args:
-      caller: the public function that makes the transformation.
-      place: where it belongs: `SCALES`, `STORES_PARAMETERS` or `STORES_STATE`.
+      caller, place, storage: see `Wrapper`.
     """
 
     def register(state_type: C) -> C:
-        _WRAPPERS[state_type] = _Wrapper(caller, place)
+        WRAPPERS[state_type] = Wrapper(caller, place, storage)
         return register_for_export(state_type)
 
     return register
-
-
-def caller_of(state_type: type) -> str:
-    """Returns the public function whose transformation has such a state, for errors."""
-    return _WRAPPERS[state_type].caller
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[S]):  # type: ignore[misc]
@@ -92,7 +93,7 @@ def transformation(
     Raises: in `update`, TypeError for a state that is not its own; ValueError for gradients that
       are still to be added up.
     """
-    caller = caller_of(state_type)
+    caller = WRAPPERS[state_type].caller
     placed_init = lambda params: placed(init(params), params)
 
     def checked_update(
@@ -122,7 +123,7 @@ def checked_inner(inner: object, state_type: type) -> optax.GradientTransformati
         Asked only after a failure: optimizers without moments take such leaves.
       ValueError: in `init`, as `_refuse_inside`; in `update`, as `structures_compared`.
     """
-    caller = caller_of(state_type)
+    caller = WRAPPERS[state_type].caller
     inside = as_transformation(inner, caller)
 
     def init(params: optax.Params) -> optax.OptState:
@@ -235,18 +236,13 @@ def _without_weak_types(inner_state: optax.OptState) -> optax.OptState:
 # Our states inside of an optimizer's state.
 
 
-def is_optimizer(value: object) -> bool:
-    """Returns whether a value is an optimizer, and not the state of one."""
-    return isinstance(value, Optimizer)
-
-
 def holds_a_state(tree: PyTree) -> bool:
     """Returns whether a tree is or holds an optimizer, or a state of ours or optax's."""
 
     def is_state(node: object) -> bool:
         package = type(node).__module__.partition(".")[0]
         is_named_so = type(node).__name__.endswith("State") and package in ("jmp", "optax")
-        return is_optimizer(node) or is_named_so
+        return isinstance(node, Optimizer) or is_named_so
 
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
@@ -259,7 +255,7 @@ def states_at(opt_state: optax.OptState, *places: int) -> list[tuple[Any, Around
     """
 
     def visit(node: Any, around: Around) -> Iterator[tuple[Any, Around]]:
-        if type(node) in _WRAPPERS and _WRAPPERS[type(node)].place in places:
+        if type(node) in WRAPPERS and WRAPPERS[type(node)].place in places:
             yield node, around
         for position, child in enumerate(_children(node)):
             yield from visit(child, (*around, (node, position)))
@@ -271,7 +267,7 @@ def map_states(function: Callable[[Any], Any], opt_state: T, place: int) -> T:
     """Returns `opt_state` with `function` applied to every outermost state of this place."""
 
     def is_state(node: Any) -> bool:
-        return type(node) in _WRAPPERS and _WRAPPERS[type(node)].place == place
+        return type(node) in WRAPPERS and WRAPPERS[type(node)].place == place
 
     mapped = lambda node: function(node) if is_state(node) else node
     return jax.tree.map(mapped, opt_state, is_leaf=is_state)
@@ -318,9 +314,9 @@ def _refuse_inside(inner_state: optax.OptState, state_type: type) -> None:
     Loss scaling around all else: a skipped step would still move what is around it. Parameters
     around the state: `with_stored_state` would round what they keep.
     """
-    caller, place = _WRAPPERS[state_type]
+    caller, place, _ = WRAPPERS[state_type]
     for state, _ in states_at(inner_state, *range(place + 1)):
-        found, place_of_found = _WRAPPERS[type(state)]
+        found, place_of_found, _ = WRAPPERS[type(state)]
         swapped = _written_around(found, _written_around(caller, "adam"))
         way = f" Swap the two: {swapped}." if place_of_found < place else ""
         raise ValueError(
@@ -377,7 +373,7 @@ def check_order(
 
 def check_is_state(opt_state: optax.OptState) -> None:
     """Raises TypeError for an optimizer in the place of its state."""
-    if is_optimizer(opt_state):
+    if isinstance(opt_state, Optimizer):
         raise TypeError(
             f"Got {described(opt_state)} as the state of an optimizer; expected what "
             "tx.init(params) or tx.update(...) returned, not the optimizer itself."
@@ -388,7 +384,7 @@ def check_nothing_changes_masters(opt_state: optax.OptState) -> None:
     """Raises ValueError if something changes an update after master parameters have moved."""
     reason = "which changes the parameters but not their masters"
     for state, around in states_at(opt_state, STORES_PARAMETERS):
-        caller = caller_of(type(state))
+        caller = WRAPPERS[type(state)].caller
         for node, position in around:
             outer = _wrapper_of_optax(node)
             if outer and type(node).__name__ not in _AROUND_MASTERS:
@@ -412,7 +408,7 @@ def check_half_ones_are_seen(opt_state: optax.OptState, params: PyTree) -> None:
         # A group to which no parameter belongs has no masters either.
         is_of_a_group = any(isinstance(node, optax.MaskedState) for node, _ in around)
         if isinstance(state[0], optax.MaskedNode) and not is_of_a_group:
-            caller = caller_of(type(state))
+            caller = WRAPPERS[type(state)].caller
             raise ValueError(
                 f"{caller} got no half parameters: something around it, such as "
                 "optax.flatten, made one vector of half and float32 ones, which has no masters, "

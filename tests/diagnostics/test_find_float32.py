@@ -277,7 +277,8 @@ def test_rules_name_the_scopes_that_were_found_and_no_others(states):
         return x.sum()
 
     w = jnp.ones((8, 8))
-    rules = rules_for({path: "float32" if keeps else F16 for path, keeps in states.items()}, F16)
+    policies = {path: "float32" if keeps else F16 for path, keeps in states.items()}
+    rules = rules_for(policies, F16, of_modules=False)
     report = diagnostics.precision_report(loss, F16, rules=rules)(w, w)
     found = {row.module: row.dtype_in == "float32" for row in report.rows if row.kind == "product"}
     assert found == states
@@ -298,10 +299,7 @@ def test_a_loss_scale_spares_scopes_whose_gradients_underflow_without_it():
 
 def test_options_of_autocast_hold_and_rules_that_were_given_come_first():
     loss, params, x = network(ONE | {"layer_2": overflows})
-
-    def loss_and_aux(params, x):
-        return loss(params, x), x
-
+    loss_and_aux = lambda params, x: (loss(params, x), x)
     given = [("layer_2", "float32")]
     options = {"rules": given, "apply_to": ["x"], "has_aux": True, "argnums": (0, 1)}
     found = diagnostics.find_float32(loss_and_aux, F16, **options)(params, x)

@@ -8,12 +8,13 @@ import pytest
 
 import jmp
 from jmp import transforms
-from jmp.transforms._parameter_storage import STORAGES, compiled
+from jmp.transforms._parameter_storage import compiled
+from jmp.transforms._wrapping import WRAPPERS
 from tests.bits import bits
 from tests.commands import in_full
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
-STORAGE = STORAGES[transforms.WithSplitMastersState]
+STORAGE = WRAPPERS[transforms.WithSplitMastersState].storage
 
 
 def pattern_of(x):
@@ -84,8 +85,7 @@ def test_ten_thousand_steps_equal_those_of_float32_masters_bit_for_bit(decay):
         (a, a_state), (b, b_state), differing = carry
         key = jax.random.fold_in(jax.random.key(1), count)
         size = 10.0 ** jax.random.uniform(jax.random.fold_in(key, 1), minval=-8, maxval=2)
-        gradients = random_tree(key, size)
-        gradients = jax.tree.map(lambda g: g * jnp.bfloat16(2.0**10), gradients)
+        gradients = jax.tree.map(lambda g: g * jnp.bfloat16(2.0**10), random_tree(key, size))
         gradients["b"] = gradients["b"].at[:3].multiply(jnp.bfloat16(0.0))
         skips = count % 50 == 7
         gradients["w"] = jnp.where(skips, jnp.inf, gradients["w"])
