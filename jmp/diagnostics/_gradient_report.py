@@ -92,7 +92,7 @@ def gradient_report(
         call = ArrayCall(scaled, *split_arguments(*args, **kwargs))
         arrays = call.arrays
         paths = call.floating_within(argnums, "gradient_report")
-        with as_if_differentiated():
+        with as_if_differentiated(True):
             closed = jax.make_jaxpr(lambda *arrays: call(*arrays)[0])(*arrays)
         counts: Counts = {}
         step = counting_step(closed, list(paths), counts, half)

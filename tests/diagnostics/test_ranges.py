@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jmp
 from jmp import diagnostics
 from jmp.diagnostics._gradient_report import counting_step
 from jmp.diagnostics._interpreter import replay
@@ -392,9 +393,8 @@ def test_what_does_not_depend_on_the_parameters_is_left_alone():
 
 def test_complex_arguments_have_gradients():
     complex_loss = lambda x, z: jnp.real(x * z).sum()
-    both = diagnostics.gradient_report(complex_loss, argnums=(0, -1))(
-        jnp.ones(()), jnp.ones(2) * 1j
-    )
+    report = diagnostics.gradient_report(complex_loss, argnums=(0, -1))
+    both = report(jnp.ones(()), jnp.ones(2) * 1j)
     gradients = [row for row in both.rows if row.role == "gradient"]
     assert [(row.path, row.dtype, row.size) for row in gradients] == [
         ("0", "float32", 1), ("1", "complex64", 4),
@@ -405,10 +405,18 @@ def test_the_turns_of_a_long_loop_are_added_up():
     def long(w, x):
         return jax.lax.scan(lambda s, _: (s + jnp.exp(w * x), None), x, None, length=3000)[0]
 
-    row = diagnostics.gradient_report(lambda w, x: long(w, x).sum())(
-        W["a"][0, 0], jnp.zeros(3)
-    ).rows[2]
+    report = diagnostics.gradient_report(lambda w, x: long(w, x).sum())
+    row = report(W["a"][0, 0], jnp.zeros(3)).rows[2]
     assert (row.operation, said(row)[0]) == ("exp", {0: 3 * 3000})
+
+
+def test_a_jitted_loop_rounds_its_weight_before_it_also_after_a_report():
+    turn = lambda w: lambda h, x: (jnp.tanh(h @ w + x), None)
+    loss = lambda w, x: jnp.mean(jax.lax.scan(turn(w), x[0], x)[0] ** 2)
+    jitted = jax.jit(jmp.autocast(loss, F16))
+    diagnostics.gradient_report(lambda *arrays: jitted(*arrays))(W["a"], X)
+    closed = jax.make_jaxpr(jitted)(W["a"], X)
+    assert str(closed) == str(jax.make_jaxpr(jax.jit(jmp.autocast(loss, F16)))(W["a"], X))
 
 
 # Replay.
