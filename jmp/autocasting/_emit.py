@@ -113,15 +113,13 @@ def _run_nested(step: Nested, environment: Environment) -> Any:
     if wide is step or as_if_differentiated.value:
         return _bound(wide, operands)
 
+    @jax.custom_jvp
     def in_half(*operands: Any) -> Any:
         return _bound(step, cast_all(operands, [read.dtype for read in step.reads]))
 
-    def in_float32(*operands: Any) -> Any:
-        return cast_all(_bound(wide, operands), step.stores)
-
-    either = jax.custom_jvp(lambda *operands: in_half(*operands))
-    either.defjvp(partial(jvp, in_float32), symbolic_zeros=True)
-    return either(*operands)
+    in_float32 = lambda *operands: cast_all(_bound(wide, operands), step.stores)
+    in_half.defjvp(partial(jvp, in_float32), symbolic_zeros=True)
+    return in_half(*operands)
 
 
 def _bound(step: Nested, operands: Sequence[Any]) -> Any:

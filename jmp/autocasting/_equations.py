@@ -178,12 +178,9 @@ def multiplies_mask(equation: JaxprEqn) -> bool:
 
 def _sums_own_axes(equation: JaxprEqn) -> bool:
     """Returns whether a psum is over axes of its array, and over no devices."""
-    params = equation.params
-    return (
-        len(equation.invars) == 1
-        and all(isinstance(axis, int) for axis in params.get("axes", ()))
-        and params.get("axis_index_groups") is None
-    )
+    params, is_of_one = equation.params, len(equation.invars) == 1
+    are_own_axes = all(isinstance(axis, int) for axis in params.get("axes", ()))
+    return is_of_one and are_own_axes and params.get("axis_index_groups") is None
 
 
 def _multiplication(params: Params, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -190,11 +190,6 @@ def _takes_maximum(node: Node) -> bool:
     return node.holds_functions and any(e.primitive.name == "reduce_max" for e in node.equations)
 
 
-def multiplied_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
-    """Returns the values that reach a product, in whatever dtype."""
-    return reaching(graph, outputs, holds_product, lambda _: False)
-
-
 def exposed_values(
     graph: Graph, outputs: Iterable[Value], half: np.dtype, lookups: Set[Node] = frozenset()
 ) -> set[Value]:

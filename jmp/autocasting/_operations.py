@@ -174,7 +174,8 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
     is_surprise = False
     # The other half type is that of a checkpoint's parameters, or a model's own `dtype`.
     not_half = NOT_HALF | {"float16", "bfloat16"} - {str(plan.request.settings.compute_dtype)}
-    for operation in operations_of(filter(_may_multiply, steps_of(plan))):
+    may_multiply = lambda ran: any(n.multiplies or n.holds_functions for n in nodes_of(ran.step))
+    for operation in operations_of(filter(may_multiply, steps_of(plan))):
         if is_product(operation.equation) and operation.dtypes_in:
             if not not_half.issuperset(operation.dtypes_in):
                 return ""
@@ -193,10 +194,6 @@ def _no_product_is_half(plan: Plan, name: str) -> str:
         f"{plan.request.settings.compute_dtype}. {'; '.join(listed)}. "
         "jmp.diagnostics.precision_report says where each one stands."
     )
-
-
-def _may_multiply(ran: Ran) -> bool:
-    return any(node.multiplies or node.holds_functions for node in nodes_of(ran.step))
 
 
 def _gradients_stay_half(plan: Plan, name: str) -> str:

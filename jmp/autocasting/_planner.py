@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from jmp import _jax_compat
-from jmp._jax_compat import Params
 from jmp.autocasting import _islands, _lowerings, _sending
 from jmp.autocasting._facts import Destination, Info, compared_values
 from jmp.autocasting._flatten import graph_of
@@ -196,10 +195,11 @@ class Planner(Level):
         if arithmetic is Arithmetic.HALF:
             reads = tuple([self._read_half(node, value) for value in node.inputs])
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
-            params = _params_in_half(node.params, self.half) if is_half else node.params
+            named = [name for name in DTYPE_PARAMS if is_half and name in node.params]
+            params = {**node.params, **dict.fromkeys(named, self.half)}
         else:
             reads = tuple([Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs])
-            params = node.params
+            params = {**node.params}
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple([self.rounded_by_rule(v) or v.dtype for v in node.outputs])
         else:
@@ -230,11 +230,6 @@ class Planner(Level):
 
 def _complex(values: Iterable[Value]) -> list[Value]:
     return [v for v in values if np.issubdtype(dtype_of(v) or np.bool_, np.complexfloating)]
-
-
-def _params_in_half(params: Params, half: np.dtype) -> Params:
-    """Returns what an equation with these parameters is bound with in half."""
-    return {**params, **{name: half for name in DTYPE_PARAMS if name in params}}
 
 
 def _half_arithmetic(node: Node) -> Arithmetic:

@@ -97,11 +97,13 @@ def carried_in_half(
         and number not in asked
     ]
     buffers = _buffers(carries)
-    # A state is computed anew; whatever reads it after the loop, it was half before.
-    found = [c for c in found if not (c in buffers and _stays_wide(c, node, level))]
+    # JAX takes no effects in a custom derivative, which would choose the dtype of a buffer. A state
+    # is computed anew; whatever reads it after the loop, it was half before.
+    wide = [c for c in buffers if node.equation.effects or c.after in level.exposed]
+    found = [carry for carry in found if carry not in wide]
     while found:
-        wide = [carry.result for carry in carries if carry not in found]
-        read = _facts.exposed_values(graph, wide, level.half)
+        results = [carry.result for carry in carries if carry not in found]
+        read = _facts.exposed_values(graph, results, level.half)
         kept = [carry for carry in found if carry.before not in read]
         if kept == found:
             break
@@ -126,14 +128,6 @@ def dtypes_of_carries(
     infos = [Info(dtype, False) for dtype in dtypes]
     goes = [Destination(is_half, carried=not is_half, rounded=is_half) for is_half in in_half]
     return dtypes, infos, goes
-
-
-def _stays_wide(buffer: _Carry, node: Node, level: Level) -> bool:
-    """Returns whether a buffer is float32 for what stands around its loop.
-
-    JAX takes no effects in a custom derivative, which chooses its dtype.
-    """
-    return buffer.after in level.exposed or bool(node.equation.effects)
 
 
 def _buffers(carries: Sequence[_Carry]) -> list[_Carry]:
@@ -163,7 +157,7 @@ def find_weights(plan: Plan, in_half: Sequence[bool], level: Level) -> set[Value
     }
     outputs = plan.graph.outputs
     wide = [*itertools.compress(outputs, map(operator.not_, in_half)), *outputs[len(in_half) :]]
-    found = _facts.multiplied_values(plan.graph, [])
+    found = _facts.reaching(plan.graph, [], _facts.holds_product, lambda _: False)
     found -= _facts.exposed_values(plan.graph, wide, level.half, lookups)
     if level.half == np.float16:
         # One that may be a mask is held within float16's range, where it is applied.

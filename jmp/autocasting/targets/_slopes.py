@@ -10,7 +10,6 @@ for all that reads the slope. The logistic function of x is the same, from a hal
 all its digits. A network of the forces of atoms moves 10 % fewer bytes so.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +32,9 @@ SLOPES: Mapping[str, Callable[[Any], Any]] = {
 @on(Single)
 def slopes_from_results(step: Single, level: Level) -> Single:
     """Returns a step; in a loop a half function of `SLOPES` keeps its result and nothing else."""
-    is_plain = step.is_half and step.lowering is None
-    if level.context.times > 1 and is_plain and step.node.name in SLOPES:
-        return step._replace(lowering=keep_result)
-    return step
+    is_bounded = step.is_half and step.lowering is None and step.node.name in SLOPES
+    is_kept = is_bounded and level.context.times > 1
+    return step._replace(lowering=keep_result) if is_kept else step
 
 
 def keep_result(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
@@ -47,16 +45,15 @@ def keep_result(step: Single, operands: Sequence[Any], _: Environment) -> list[A
     def function(operand: Any) -> Any:
         return as_it_is(step)([operand])[0]
 
-    # In float32, as near the ends of a function the slope is a small difference. A checkpoint, so
-    # that the result is kept and not the slope.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def change_of(result: Any, change: Any) -> Any:
+        # In float32: near the ends of a function its slope is a small difference.
         return cast(slope(cast(result, FLOAT32)) * cast(change, FLOAT32), result.dtype)
 
     @function.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
         result = function(*primals)
-        return result, change_of(result, *tangents)
+        # A checkpoint, so that the result is kept and not the slope.
+        return result, jax.checkpoint(change_of, prevent_cse=False)(result, *tangents)
 
     return [function(*operands)]
 
