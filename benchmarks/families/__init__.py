@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from benchmarks._names import named
 from benchmarks.families import _others, _sequences  # noqa: F401 (they register)
 from benchmarks.families._layers import FAMILIES, Family, Net
 from benchmarks.targets import BASE, Job
-from testbed.machines.gpus import COMPILER_OPTIONS
 from testbed.machines.tpus import TPUS
 from testbed.machines.training_steps import compile_for
 from testbed.relative_errors import numbers, relative_error
@@ -37,8 +35,6 @@ MOST_BYTES, MOST_TEMP = 1.03, 1.05  # over by hand: what a plan may take
 ERRORS = "gradient error"
 SEEDS = 20  # nine of ten ratios of Mamba: of five 0.82 to 1.14, of 20 0.89 to 1.06
 SCALE = 2.0**10  # a loss scale: without one float16's small gradients are lost in both
-# XLA makes no kernel of what reduces a row and reads it again, so that it searches no tilings.
-WITHOUT_ROWS = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 COUNTED = ("bytes_moved", "temp_bytes", "kernels", "cycles")
 
 
@@ -120,9 +116,6 @@ def counted(row_name: str, small: bool, **of_job: Any) -> dict[str, Any]:
             program = compile_for(job.machine, step, params, *inputs)
             if is_timed:
                 seconds["compile_seconds"] = program.compile_seconds
-                with mock.patch.dict(COMPILER_OPTIONS, WITHOUT_ROWS):
-                    plain = compile_for(job.machine, step, params, *inputs)
-                seconds["plain_compile_seconds"] = plain.compile_seconds
             figures |= {key: getattr(program, key) for key in COUNTED if hasattr(program, key)}
             figures |= {key: round(min(figures.get(key, s), s), 3) for key, s in seconds.items()}
     if job.newest or job.is_of_tpu:
