@@ -97,7 +97,7 @@ def _run_single(step: Single, environment: Environment) -> list[Any]:
     return _run_shared(step, lambda: of_arrays, [environment[value] for value in entering])
 
 
-# In it programs are traced in the form that is differentiated, for those who look inside.
+# While it is true, loops are traced in the form that is differentiated: for `gradient_report`.
 as_if_differentiated = jax.make_user_context(default_value=False)
 
 

@@ -131,7 +131,8 @@ class Nested(NamedTuple):
     lowering: "NestedLowering | None" = None  # None: its kind emits it
 
     def rounding(self, weights: Sequence[bool], half: np.dtype) -> "Nested":
-        """Returns a loop whose weights are rounded before it, where it is not differentiated.
+        """Returns a loop in two forms: this one to differentiate, one with weights that are rounded
+        before it.
 
         Args:
           weights: of each operand whether it is one.

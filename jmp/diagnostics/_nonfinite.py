@@ -265,14 +265,15 @@ def _cure_of_an_overflow(cause: Cause) -> Iterator[str]:
             "the step is skipped: harmless if it happens rarely. If it happens at any scale, clip "
             "or normalise what is differentiated."
         )
+    elif rule.casts:  # which autocast leaves as the user wrote it
+        yield (
+            "Make the numbers smaller before the cast, or cast to bfloat16, which has float32's "
+            "range. A sum or mean of half numbers ends in such a cast: dtype=jnp.float32 leaves it "
+            "out."
+        )
     else:
         yield _keep_in_float32(cause)
-        if rule.casts:
-            yield (
-                "Make the numbers smaller before the cast. A sum or mean of half numbers ends in "
-                "such a cast: dtype=jnp.float32 leaves it out."
-            )
-        elif rule.category is Category.LOW:
+        if rule.category is Category.LOW:
             yield "Scale the operands (a query by 1 / sqrt(d)), or normalise them."
 
 

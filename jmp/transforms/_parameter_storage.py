@@ -32,8 +32,8 @@ class ParameterStorage:
     dtype, and `beside(new, shown, param)` is kept in the state. Of these two `value` gives `new`
     again, as exactly as the storage can.
 
-    The base class keeps nothing beside the parameter, which is the value, rounded: by chance, if
-    the transformation has random bits.
+    The base class keeps nothing: the parameter itself is the value, rounded by chance if the
+    transformation has random bits. `with_stochastic_rounding` uses it as it is.
 
     Each class is made once, without arguments. Options of a transformation belong to `stored_by`.
 

@@ -237,6 +237,7 @@ class ScanKind(Kind):
             return planned(in_half, level.context.has_gradient)
         without = [a and not b for a, b in zip(in_half, buffers, strict=True)]
         wide = planned(without, level.context.has_gradient)
+        # If `wide` has weights it is their half form, and its float32 form is differentiated.
         return planned(in_half, False)._replace(differentiated=wide.differentiated or wide)
 
     def emit(self, equation: JaxprEqn, operands: Arrays, functions: Sequence[Function]) -> Any:
