@@ -145,17 +145,6 @@ def recurrent(dtype):
     return loss
 
 
-def biased_loop(dtype):
-    """A bias that a loop's body adds to a product: cuBLAS adds it in the product's kernel."""
-
-    def loss(params, x):
-        w, b = (array.astype(dtype) for array in params)
-        turn = lambda y, _: (jnp.tanh(y @ w + b[None]), None)
-        return mean_square(lax.scan(turn, x.astype(dtype), None, length=16)[0])
-
-    return loss
-
-
 def solved(dtype):
     """An ordinary differential equation by Heun's method; its state is float32 by hand too."""
 
@@ -274,7 +263,6 @@ LEAN_PROGRAMS = (
         (_struct(64, 256, WIDTH),),
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
-    LeanProgram("biases in a loop", biased_loop, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
     LeanProgram("Heun's method", solved, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
     LeanProgram("dense block", dense_block, _matrices(4, 64, 192), (_struct(64, 1024, 64),)),
     LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),

@@ -14,7 +14,7 @@ import benchmarks.run
 from benchmarks import gpu_parts, models, pairing, programs, targets, worker
 from benchmarks.pages import measured as measured_page
 from benchmarks.pages import wire as wire_page
-from benchmarks.pages.registry import FIGURES, read
+from benchmarks.pages.registry import FIGURES
 from benchmarks.pairing import paired
 from benchmarks.planner_rules import RULES
 from benchmarks.processes import ROOT
@@ -252,13 +252,6 @@ def test_a_suite_that_makes_no_sense_is_refused(arguments, sentence, tmp_path, m
     assert exit.value.code not in (None, 0)
     assert sentence in capsys.readouterr().err + str(exit.value.code)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_recipes_of_others_move_as_many_bytes_as_the_step_by_hand():
-    steps = read("recipes")["workloads"]["gpt2"]["recipes"]
-    for name in ("deepmind-jmp", "mpx", "dynamic-scale", "apply-if-finite"):
-        for key in ("bytes_moved", "kernels", "temp_bytes"):
-            assert abs(steps[name][key] / steps["by-hand"][key] - 1) <= 0.01, (name, key)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
