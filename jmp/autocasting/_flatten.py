@@ -216,7 +216,7 @@ def _known_result(
     if len(equation.outvars) != 1 or not operands:
         return nothing_more
     first, name = operands[0], equation.primitive.name
-    # A number that is alone is placed on devices as it is: JAX writes `1 - tanh(x)` so.
+    # On a mesh JAX places the one of `1 - tanh(x)` on devices: it stays a one.
     if rule.moves or (rule.rearranges and rule.fusible and len(operands) == 1):
         source = first.source if rule.reshapes or rule.repeats else None
         return first.known._replace(source=source, array=None, provenance=provenance)
