@@ -401,11 +401,11 @@ def _keeps_numbers(node: Node) -> bool:
 
 
 def _is_bounded(node: Node) -> bool:
-    """Returns whether a result has enough digits in half: it is bounded, and nothing cancels it.
+    """Returns whether a result has enough digits in half: it is bounded, and not taken away.
 
     Nor may its operand be read elsewhere: an island computes a silu from it once.
     """
-    is_cancelled = any(map(_cancels, node.outputs[0].users))
+    is_cancelled = any(_cancels(user) or user.name == "sub" for user in node.outputs[0].users)
     return node.rule.bounded and not is_cancelled and len(node.inputs[0].users) == 1
 
 
