@@ -192,14 +192,13 @@ class Planner(Level):
         return single._replace(lowering=_lowerings.send_in_half) if is_first else single
 
     def _single(self, node: Node, arithmetic: Arithmetic, why: str = "") -> Single:
+        params = {**node.params}
         if arithmetic is Arithmetic.HALF:
             reads = tuple([self._read_half(node, value) for value in node.inputs])
             is_half = any(value.is_float32 for value in node.outputs)  # a callback has none
-            named = [name for name in DTYPE_PARAMS if is_half and name in node.params]
-            params = {**node.params, **dict.fromkeys(named, self.half)}
+            params |= {name: self.half for name in DTYPE_PARAMS if is_half and name in params}
         else:
             reads = tuple([Read(v, FLOAT32 if v.is_float32 else None) for v in node.inputs])
-            params = {**node.params}
         if arithmetic is Arithmetic.FLOAT32:
             stores = tuple([self.rounded_by_rule(v) or v.dtype for v in node.outputs])
         else:

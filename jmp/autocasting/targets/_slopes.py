@@ -33,8 +33,7 @@ SLOPES: Mapping[str, Callable[[Any], Any]] = {
 def slopes_from_results(step: Single, level: Level) -> Single:
     """Returns a step; for the backward pass a half tanh in a loop keeps only its result."""
     is_bounded = step.is_half and step.lowering is None and step.node.name in SLOPES
-    is_in_loop = level.context.times > 1
-    return step._replace(lowering=keep_result) if is_bounded and is_in_loop else step
+    return step._replace(lowering=keep_result) if is_bounded and level.context.times > 1 else step
 
 
 def keep_result(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
