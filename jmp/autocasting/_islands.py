@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from jmp import _jax_compat
-from jmp.autocasting._graph import Node, Value
+from jmp.autocasting._graph import Node, Value, downstream
 from jmp.autocasting._level import Level
 from jmp.autocasting._numbers import has_symbols, shape_of
 from jmp.autocasting._precision import NEVER_HALF
@@ -401,18 +401,19 @@ def _keeps_numbers(node: Node) -> bool:
 
 
 def _is_bounded(node: Node) -> bool:
-    """Returns whether a result has enough digits in half: it is bounded, and added to something.
+    """Returns whether a result has enough digits in half: it is bounded, and only added up.
 
-    Nothing is taken away from it, nor multiplied by it but numbers: the error of an LSTM's gradient
-    would be 1.5 times as large. Nor may its operand be read elsewhere, as by a silu.
+    It, and what it is added to, may be scaled by numbers and read by products. Anything else may
+    take it away again, as `1 - y` does. Nor may its operand be read elsewhere, as by a silu.
     """
 
     def adds(user: Node) -> bool:
-        is_scaled = sum(value.constant is None for value in user.inputs) == 1
-        return (is_scaled or user.rule.linear) and user.name != "sub" and not _cancels(user)
+        numbers = [value for value in user.inputs if value.constant is not None]
+        return user.name in ("mul", "div") if numbers else user.name in ("add", "add_any")
 
-    readers = [user for user in node.outputs[0].users if not user.is_product]
-    return node.rule.bounded and len(node.inputs[0].users) == 1 and all(map(adds, readers))
+    sums = downstream(node.outputs[0], adds)
+    is_added = all(user.is_product or adds(user) for value in sums for user in value.users)
+    return node.rule.bounded and len(node.inputs[0].users) == 1 and is_added
 
 
 def _cone(
