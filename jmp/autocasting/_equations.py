@@ -243,7 +243,7 @@ def _variables_of(equation: JaxprEqn) -> set[Any]:
 def _arranges(equation: JaxprEqn) -> bool:
     rule = rule_for(equation.primitive.name)
     does_more = rule.repeats or rule.sums_backward or rule.looks_up or rule.sends or rule.writes
-    is_float32 = dtype_of(equation.outvars[0]) == FLOAT32
+    is_float32 = any(dtype_of(result) == FLOAT32 for result in equation.outvars)
     return is_float32 and (rule.hands_on or rule.rearranges) and not does_more
 
 

@@ -408,8 +408,10 @@ def _is_bounded(node: Node) -> bool:
     """
 
     def adds(user: Node) -> bool:
-        numbers = [value for value in user.inputs if value.constant is not None]
-        return user.name in ("mul", "div") if numbers else user.name in ("add", "add_any")
+        is_number = [value.constant is not None for value in user.inputs]
+        if any(is_number):
+            return user.name == "mul" or (user.name == "div" and is_number[1])
+        return user.name in ("add", "add_any")
 
     sums = downstream(node.outputs[0], adds)
     is_added = all(user.is_product or adds(user) for value in sums for user in value.users)

@@ -42,6 +42,7 @@ def gradient(function):
     ),
 )
 @hypothesis.given(names=steps, seed=st.integers(0, 9))
+@hypothesis.example(["closed over by a scan", "scan"], 0)  # a loop without a result in a loop
 @hypothesis.settings(max_examples=20)
 def test_random_programs_and_their_gradients(half, transform, share, names, seed):
     x = jax.random.normal(jax.random.key(seed), (4, 8))

@@ -228,6 +228,18 @@ def test_what_is_left_of_one(policy):
     np.testing.assert_allclose(got, function(row_of(2, 3)), rtol=1e-2)
 
 
+TAKEN_AWAY = [lambda y: 1 - jnp.abs(y), lambda y: y - y[:1], lambda y: y + 300 - 300]
+
+
+@HALVES
+@pytest.mark.parametrize("take_away", TAKEN_AWAY)
+def test_what_is_left_of_a_bounded_function_of_a_biased_product(take_away, policy, monkeypatch):
+    monkeypatch.setattr("jmp.autocasting._islands.SMALL", 1)
+    function = lambda x, b: half(take_away(jnp.tanh(half(x) + b[None])) * x)
+    x, b = jnp.arange(64.0).reshape(32, 2) / 128, jnp.full(2, 3.0)
+    assert relative_error(jmp.autocast(function, policy)(x, b), function(x, b)) < 0.02
+
+
 @HALVES
 def test_the_next_number_is_that_of_float32(policy):
     spacing = lambda x: (jnp.spacing(half(x)) * 2.0**23) @ EYE

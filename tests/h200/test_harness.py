@@ -253,11 +253,6 @@ def test_a_donated_update_copies_nothing(h200):
     assert program.bytes_moved == 12 * (64 * 64 + 64)
 
 
-def test_an_argument_returned_as_it_came_is_a_copy_unless_donated(h200):
-    assert h200(lambda x: x, spec(8)).copies == 1
-    assert h200(lambda x: x, spec(8), donate_argnums=0).copies == 0
-
-
 def test_a_conditional_shows_and_its_costliest_branch_counts(h200):
     program = h200(
         lambda which, x: lax.cond(which, lambda x: x @ x, lambda x: x + 1, x),
@@ -302,15 +297,6 @@ ENTRY %main (x: f32[100]) -> (f16[10], f32[10], pred[10]) {
 """
     read, written = 20 * 4, 10 * 2 + 10 * 4 + 10
     assert count(text)["bytes_moved"] == read + written
-
-
-def test_a_turn_reads_one_slice_of_a_stack_and_writes_one(h200):
-    scanned = lambda x, stack: lax.scan(lambda x, w: (x * w, x), x, stack)
-    program = h200(scanned, spec(1024), spec(64, 1024))
-    row = 1024 * 4
-    # A product reads two rows and writes one, a copy reads one and writes one; the stack is filled
-    # with zeros before.
-    assert program.bytes_moved == pytest.approx((64 * (3 + 2) + 64) * row, rel=0.02)
 
 
 def test_a_lookup_reads_the_rows_it_takes(h200):

@@ -10,7 +10,7 @@ for all that reads the slope. The logistic function of x is the same, from a hal
 all its digits. A network of the forces of atoms moves 10 % fewer bytes so.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,7 @@ from jmp.autocasting._steps import Environment, Island, Rewrite, Single, on
 from jmp.dtypes import FLOAT32
 
 # Of bounded functions, given their results.
-SLOPES: Mapping[str, Callable[[Any], Any]] = {
-    "tanh": lambda y: (1 - y) * (1 + y),
-    "logistic": lambda y: y * (1 - y),
-}
+SLOPES: dict[str, Any] = {"tanh": lambda y: (1 - y) * (1 + y), "logistic": lambda y: y * (1 - y)}
 
 
 @on(Single)
