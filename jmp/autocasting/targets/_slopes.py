@@ -2,7 +2,7 @@
 
 JAX computes the slope of tanh from two numbers, y and 1 - y. A loop that is differentiated keeps
 both for each turn; here it keeps y, which a product that follows reads in any case. A neural ODE
-moves 10 % fewer bytes so, and takes a fifth of the memory less.
+moves 16 % fewer bytes so, and takes 36 % less memory.
 
 JAX has the slope of softplus, or of any log of a sum of two powers, from the result:
 exp(x - softplus(x)). Inside a loss that differentiates it, XLA would store the result in float32
