@@ -353,7 +353,7 @@ def test_the_slope_of_a_bounded_function_in_a_loop_is_of_its_half(function, slop
     y = jax.vmap(run)(x)
     np.testing.assert_allclose(jax.vmap(jax.grad(run))(x), slope(y), rtol=2e-3)
     second = jax.vmap(jax.grad(slope))(y) * slope(y)
-    np.testing.assert_allclose(jax.vmap(jax.hessian(run))(x), second, rtol=2e-2)
+    np.testing.assert_allclose(jax.vmap(jax.hessian(run))(x), second, rtol=2e-2, atol=5e-3)
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
