@@ -226,14 +226,10 @@ def _matrices(count: int, columns: int = WIDTH, rows: int = WIDTH) -> list[Any]:
 
 
 _BATCH = (_struct(ROWS, WIDTH),)
+_SQUARE, _WIDE = _struct(WIDTH, WIDTH), _matrices(9, 2 * WIDTH)
 LEAN_PROGRAMS = (
     *(
-        LeanProgram(
-            f"residual, {name}",
-            functools.partial(residual, branch=name),
-            _matrices(9, 2 * WIDTH),
-            _BATCH,
-        )
+        LeanProgram(f"residual, {name}", functools.partial(residual, branch=name), _WIDE, _BATCH)
         for name in BRANCHES
     ),
     LeanProgram(
@@ -246,7 +242,7 @@ LEAN_PROGRAMS = (
         LeanProgram(
             f"{name} in the loss",
             functools.partial(force, forward=name == "jvp", act=act),
-            [(_struct(WIDTH, WIDTH), *biases)] * 3,
+            [(_SQUARE, *biases)] * 3,
             _BATCH,
         )
         for name, act, *biases in (
@@ -257,19 +253,16 @@ LEAN_PROGRAMS = (
         )
     ),
     LeanProgram(
-        "spectral",
-        spectral,
-        [(_struct(WIDTH, WIDTH), _struct(129, WIDTH))] * 3,
-        (_struct(64, 256, WIDTH),),
+        "spectral", spectral, [(_SQUARE, _struct(129, WIDTH))] * 3, (_struct(64, 256, WIDTH),)
     ),
     LeanProgram("recurrent", recurrent, _matrices(2, 3 * WIDTH), (_struct(128, 64, WIDTH),)),
-    LeanProgram("Heun's method", solved, [_struct(WIDTH, WIDTH), _struct(WIDTH)], _BATCH),
+    LeanProgram("Heun's method", solved, [_SQUARE, _struct(WIDTH)], _BATCH),
     LeanProgram("dense block", dense_block, _matrices(4, 64, 192), (_struct(64, 1024, 64),)),
-    LeanProgram("lookup", lookup, _struct(WIDTH, WIDTH), (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
+    LeanProgram("lookup", lookup, _SQUARE, (*_BATCH, _struct(ROWS, dtype=jnp.int32))),
     LeanProgram(
         "messages",
         messages,
-        [(_struct(WIDTH, WIDTH), _struct(WIDTH, 2))] * 2,
+        [(_SQUARE, _struct(WIDTH, 2))] * 2,
         (*_BATCH, *[_struct(4 * ROWS, dtype=jnp.int32)] * 2),
     ),
     LeanProgram("a stream from an input", elu_stream, _matrices(4), _BATCH),

@@ -299,6 +299,16 @@ ENTRY %main (x: f32[100]) -> (f16[10], f32[10], pred[10]) {
     assert count(text)["bytes_moved"] == read + written
 
 
+def test_a_gather_behind_arithmetic_reads_what_it_takes(h200):
+    def logarithms(logits, labels):
+        maxima, sums = logits.max(-1), jnp.exp(logits).sum(-1)
+        rows = logits - (maxima + jnp.log(sums))[:, None]
+        return jnp.take_along_axis(rows, labels[:, None], 1, mode="clip")
+
+    program = h200(logarithms, spec(64, 30000), spec(64, dtype=jnp.int32))
+    assert program.bytes_moved < 1.1 * 64 * 30000 * 4  # read once, for maxima and sums
+
+
 def test_a_lookup_reads_the_rows_it_takes(h200):
     look_up = lambda table, rows: table.at[rows].get(mode="promise_in_bounds")
     program = h200(look_up, spec(50_000, 64), spec(8, dtype=jnp.int32))
