@@ -112,7 +112,7 @@ def why_float32(node: Node, inside: Set[Node], level: Level) -> str:
     if rule.category is Category.WIDEST:  # else the user said otherwise
         if node.is_square:
             return "a square, whose range a half type does not hold"
-        if _cancels(node):
+        if (bounded := _beside_one(node)) and not level.is_half(bounded):
             return "near its bound, 1 minus a bounded function has few digits left"
     for value in node.inputs:
         if why := _why_operand(value, node, inside, level):
@@ -164,16 +164,18 @@ def why_digits(node: Node, inside: Set[Node], level: Level) -> str:
     return TAKEN_AWAY if _is_taken_away(node, inside, level) else ""
 
 
-def _cancels(node: Node) -> bool:
-    """Returns whether a bounded function's result is added to one, or subtracted.
+def _beside_one(node: Node) -> Value | None:
+    """Returns the bounded function's result that a node adds to one, or subtracts; None for none.
 
     Near the end of its range nothing is left of that: float16's 1 - tanh(4) is off by a quarter,
     bfloat16's is zero. So are derivatives written, such as s * (1 - s).
     """
-    is_one = [value.constant in (1, -1) for value in node.inputs]
-    made_by = (value.root.producer for value in node.inputs)
-    is_bounded = (n is not None and n.rule.bounded and n.is_fusible for n in made_by)
-    return node.rule.linear and any(is_one) and any(is_bounded)
+    results = [value.root for value in node.inputs if value.constant not in (1, -1)]
+    if len(results) != 1 or not (node.rule.linear or node.name == "one_minus_square"):
+        return None
+    (result,), made_by = results, results[0].producer
+    is_bounded = made_by is not None and made_by.rule.bounded and made_by.is_fusible
+    return result if is_bounded else None
 
 
 def _is_taken_away(node: Node, inside: Set[Node], level: Level) -> bool:
@@ -254,7 +256,40 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
             continue  # one fusion computes it and reads it
         if all(may_be_half(value, result) for value in node.inputs):
             found.add(node)
+    for node in nodes:
+        is_large = node.rule.bounded and node.outputs[0].size >= least
+        if is_large and _is_only_a_factor(node, found, level):
+            found.add(node)
     return found
+
+
+def _is_only_a_factor(node: Node, single: Set[Node], level: Level) -> bool:
+    """Returns whether a derivative reads a bounded function, and one minus it, only as factors.
+
+    Args:
+      single: half operations of its component.
+    """
+
+    def ends(user: Node) -> bool:
+        is_sum = user.name == "reduce_sum" and not user.reduces_rows  # of a bias's gradient
+        return user.is_product or user in single or is_sum
+
+    def adds_or_multiplies(user: Node) -> bool:
+        rule = user.rule
+        is_affine = (rule.affine and user.name != "div") or user.name in ("neg", "reduce_sum")
+        return user.is_fusible and (is_affine or rule.moves or user.name == "one_minus_square")
+
+    (result,) = node.outputs
+    slopes = [user for v in result.moved() for user in v.users if _beside_one(user)]
+    factors = [user for slope in slopes for v in slope.outputs[0].moved() for user in v.users]
+    if not _jax_compat.is_differentiated(node.stack) or not slopes:
+        return False
+    if any(user.name != "mul" for user in factors if not user.rule.moves):
+        return False
+    values = set(downstream(result, lambda user: adds_or_multiplies(user) and not ends(user)))
+    if values & {*level.facts.carried, *level.graph.outputs}:
+        return False
+    return all(ends(user) or adds_or_multiplies(user) for v in values for user in v.users)
 
 
 def stages(nodes: Sequence[Node], single: Set[Node]) -> list[list[Node]]:
