@@ -171,7 +171,7 @@ class Node:
     @property
     def is_square(self) -> bool:
         """Whether it multiplies a value by itself."""
-        return self.name == "mul" and are_same(*self.inputs)
+        return self.name == "one_minus_square" or (self.name == "mul" and are_same(*self.inputs))
 
     @property
     def reads_float32(self) -> bool:

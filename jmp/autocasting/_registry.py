@@ -250,7 +250,7 @@ FULL = {
     ),
     "tan": (STEEP, "fusible expensive wraps"),
     "acos asin atan acosh asinh atanh": (STEEP, "fusible expensive"),
-    "erfc erf_inv lgamma digamma one_minus_square": (STEEP, "fusible expensive"),
+    "erfc erf_inv lgamma digamma": (STEEP, "fusible expensive"),
     "bessel_i0e bessel_i1e igamma igammac igamma_grad_a": (SERIES, "fusible expensive"),
     "random_gamma_grad polygamma zeta regularized_incomplete_beta": (SERIES, "fusible expensive"),
     "reduce_sum reduce_prod": (
@@ -287,6 +287,7 @@ WIDEST = {
     "mul": (ONE_DTYPE, "fusible elementwise affine cheap keeps_range"),
     "div": (ONE_DTYPE, "fusible elementwise affine"),
     "max min": (ONE_DTYPE, "fusible elementwise masks"),
+    "one_minus_square": ("float32, but for the slope of a half tanh", "fusible expensive"),
     "rem": (ONE_DTYPE, "fusible elementwise wraps"),
     "atan2": (ONE_DTYPE, "fusible elementwise"),
     "eq ne lt le gt ge": (ONE_DTYPE, "fusible elementwise compares cheap"),

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, repeated, with_derivative, without_symbols
 from jmp.autocasting._numbers import shape_of
 from jmp.autocasting._passes import HardwareTarget, Pass, register_target
-from jmp.autocasting._steps import Environment, Island, Read, Single, on
+from jmp.autocasting._steps import Environment, Island, Read, Single, Step, on
 from jmp.autocasting.attention import CUDNN, fuse_attentions
 from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
 from jmp.autocasting.targets._everywhere import FIRST, LAST
+from jmp.autocasting.targets._slopes import SLOPES
 from jmp.autocasting.targets._softmax import pad_softmaxes, softmax_from_half_result
 from jmp.dtypes import FLOAT32
 
@@ -102,6 +105,39 @@ def reverse_rounded_kernels(step: Single, level: Level) -> Single:
     return step._replace(reads=(Read(operand, level.half),), stores=(level.half,))
 
 
+def store_bfloat16(steps: Sequence[Step], level: Level) -> list[Step]:
+    """Returns steps; a bfloat16 tanh that an island reads is rounded by integer arithmetic.
+
+    A GPU computes it in float32, and casts it; the island casts it back. XLA takes that pair of
+    casts away, and stores the float32 tanh: derivatives of gelu in the loss move 12 % more bytes.
+    """
+    islands = (step for step in steps if isinstance(step, Island))
+    widened = {read.value for island in islands for read in island.reads}
+    return [
+        step._replace(lowering=round_bits)
+        if isinstance(step, Single)
+        and (step.node.name, level.half, step.lowering) == ("tanh", jnp.bfloat16, None)
+        and step.is_half
+        and not widened.isdisjoint(step.node.outputs)
+        else step
+        for step in steps
+    ]
+
+
+def round_bits(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+    """Returns a bfloat16 tanh, whose bits are the first half of those of the rounded float32."""
+
+    def compute(x: Any) -> list[Any]:
+        (wide,) = as_it_is(step)([cast(x, FLOAT32)])
+        bits = lax.bitcast_convert_type(lax.reduce_precision(wide, 8, 7), np.uint32)
+        return [lax.bitcast_convert_type((bits >> 16).astype(np.uint16), jnp.bfloat16)]
+
+    def derivative(operands: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        return [SLOPES["tanh"](*compute(*operands)) * tangents[0]]
+
+    return with_derivative(compute, derivative)(*operands)
+
+
 GPU = HardwareTarget(
     "gpu",
     (
@@ -111,6 +147,7 @@ GPU = HardwareTarget(
         Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
+        Pass("bfloat16 is stored", "", store_bfloat16),
         Pass("kernels are rounded before they are reversed", "", reverse_rounded_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
