@@ -140,7 +140,7 @@ RULES = [
     ),
     Rule("masks saturate", {"_level.Level.may_be_mask": lambda *_: False}),
     Rule("constants are looked at", {"_numbers.fits": lambda *_: True}),
-    Rule("one minus a bounded value", {"_islands._cancels": lambda _: False}),
+    Rule("one minus a bounded value", {"_islands._beside_one": lambda _: None}),
     Rule("outer products are multiplications", {"_equations.contracts_nothing": lambda _: False}),
     Rule("counts are exact", {"_flatten._products.why_exact": lambda *_: ""}),
     Rule("angles are exact", {"_flatten._products.reads_inputs": lambda _: False}),

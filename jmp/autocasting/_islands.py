@@ -294,7 +294,7 @@ def _is_factor(result: Value, single: Set[Node], level: Level) -> bool:
     """Returns whether only multiplications read what a bounded result leaves of one.
 
     Sums and products follow, up to matrix products. A logarithm or a quotient would need the
-    digits, and so may what reads an output, or the float32 carry of a loop.
+    digits, and so may what reads an output.
     """
 
     def ends(user: Node) -> bool:
@@ -313,10 +313,10 @@ def _is_factor(result: Value, single: Set[Node], level: Level) -> bool:
 
     left = [user for v in result.moved() for user in v.users if _beside_one(user)]
     scaled = [v for node in left for v in downstream(node.outputs[0], scales)]
-    if not left or any(u.name != "mul" and not u.rule.moves for v in scaled for u in v.users):
+    if not left or not all(u.rule.affine or u.rule.moves for v in scaled for u in v.users):
         return False
     values = set(downstream(result, lambda user: goes_on(user) and not ends(user)))
-    is_inside = values.isdisjoint(level.facts.carried) and values.isdisjoint(level.graph.outputs)
+    is_inside = values.isdisjoint(level.graph.outputs)
     return is_inside and all(ends(user) or goes_on(user) for v in values for user in v.users)
 
 

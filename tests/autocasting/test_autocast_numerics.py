@@ -1,5 +1,7 @@
 """Where half precision breaks: saturation, literals, masks, small constants, squares, bits."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,21 +295,66 @@ def test_random_bits_are_identical(name, implementation):
     np.testing.assert_array_equal(drawn, jax.jit(function)(key, x)[0])
 
 
-@pytest.mark.parametrize(("function", "scale"), [(jnp.tanh, 1e9), (jax.nn.softplus, 1e4)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_saturated_slope_that_the_loss_differentiates_keeps_its_digits(dtype, function, scale):
-    """One minus the square of a half number near one has no digits left."""
+@pytest.mark.parametrize(
+    ("function", "offset", "scale", "full", "ulps"),
+    [
+        (jnp.tanh, 0, 1e3, (), 1),
+        (jnp.tanh, 2, 1e4, (), 1),
+        (jnp.tanh, 3, 1e6, (), 6),  # by hand 4.9
+        (jnp.tanh, 5, 1e9, ("tanh",), 1),  # else nothing is left, as by hand
+        (jax.nn.softplus, 5, 1e4, (), 4),
+    ],
+)
+def test_a_slope_that_the_loss_differentiates(dtype, function, offset, scale, full, ulps):
     keys = jax.random.split(jax.random.key(0), 3)
     first, last = (jax.random.normal(key, (32, 32)) / 24 for key in keys[:2])
     points = jax.random.normal(keys[2], (1024, 32))
 
     def loss(first):
-        u = lambda x: function(x @ first + 5) @ last
+        u = lambda x: function(x @ first + offset) @ last
         along = jax.jvp(u, (points,), (jnp.ones_like(points),))[1]
         return scale * jnp.mean(along**2)
 
-    found = jax.grad(jmp.autocast(loss, f"mixed_{dtype}"))(first)
-    assert relative_error(found, jax.grad(loss)(first)) < 4 * jnp.finfo(dtype).eps
+    found = jax.grad(jmp.autocast(loss, f"mixed_{dtype}", full=full))(first)
+    assert relative_error(found, jax.grad(loss)(first)) < ulps * jnp.finfo(dtype).eps
+
+
+LEFT_OF_ONE = {
+    "a logarithm": lambda y: half(y).sum() + jnp.log(1 - y).sum(),
+    "a quotient": lambda y: half(y).sum() + 1e-3 * half(y / (1 - y)).sum(),
+    "a product": lambda y: half(y).sum() + 1e3 * half(half(1 - y) * y).sum(),
+    "the logarithm of a square": lambda y: half(y).sum() + jnp.log(1 - jnp.square(y)).sum(),
+}
+
+
+@HALVES
+@pytest.mark.parametrize("name", LEFT_OF_ONE)
+def test_what_is_left_of_one_in_a_derivative_that_needs_its_digits(name, policy, monkeypatch):
+    monkeypatch.setattr("jmp.autocasting._islands.SMALL", 1)
+    function = jax.value_and_grad(lambda x: LEFT_OF_ONE[name](jnp.tanh(half(x))))
+    _assert_close(function, policy)
+
+
+@HALVES
+def test_what_is_left_of_one_where_it_is_no_slope(policy, monkeypatch):
+    monkeypatch.setattr("jmp.autocasting._islands.SMALL", 1)
+
+    def gated(x):
+        y = jnp.tanh(half(x))
+        return half(y).sum(), half((1 - y) * half(x))
+
+    def returned(x):
+        y = jnp.tanh(half(x))
+        return half(y).sum(), 1 - y
+
+    _assert_close(gated, policy)
+    _assert_close(jax.value_and_grad(returned, has_aux=True), policy)
+
+
+def _assert_close(function, policy):
+    found, expected = (f(row_of(3, 4)) for f in (jmp.autocast(function, policy), function))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-2), found, expected)
 
 
 def test_what_an_island_moves_for_others_than_fourier_transforms_is_not_rounded():
