@@ -122,6 +122,7 @@ RULES = [
     Rule("islands are recomputed", {"_islands.choose_recompute": lambda *_: False}),
     Rule("peeling", {"_islands.peel": lambda nodes, *_: ([], nodes)}),
     Rule("half between islands", {"_islands.half_between": lambda *_: set()}),
+    Rule("slopes are factors", {"_islands.factors_in_half": lambda *_: set()}),
     Rule("numbers are repeated inside", {"_islands.repeated_numbers": lambda _: []}),
     Rule("derivatives inside are kept", {"_islands._jax_compat": _without_derivatives()}),
     Rule("cuts", {"_facts.find_cuts": lambda *_: set()}),

@@ -111,6 +111,11 @@ def pushed(w, x):
     return jnp.mean(jax.grad(energy)(x) ** 2)
 
 
+def curved(w, x):
+    energy = lambda x: jnp.sum(jax.nn.gelu(x @ w) @ U)
+    return jnp.mean(jax.grad(energy)(x) ** 2)
+
+
 def spectral(w, x):
     y = jax.nn.gelu(x @ w)
     return jnp.mean((jax.nn.gelu(y @ V + jnp.fft.irfft(jnp.fft.rfft(y.T)).T) @ U) ** 2)
@@ -143,6 +148,7 @@ PROGRAMS = {
     "fused attention": (heads, {"attention": "fused"}),
     "softmax of half scores": (long_attention, {}),
     "biases add up by products": (biased, {}),
+    "bfloat16 is stored": (curved, {}),
     "kernels are rounded before they are reversed": (differentiated, {}),
     "kernels of convolutions that spread": (spreading, {}),
 }
@@ -158,7 +164,7 @@ def small():
 def numbers_and_program(target, name):
     """The loss of the program for a pass, its gradient, and the program as text."""
     fun, options = PROGRAMS[name]
-    half = "mixed_bfloat16" if target is TPU else "mixed_float16"
+    half = "mixed_bfloat16" if target is TPU or "bfloat16" in name else "mixed_float16"
     policies = {"float32 gradients": f"{half},r=f32", "scaled scores": "mixed_float16"}
     policy = policies.get(name, "mixed_float8" if "float8" in name else half)
     mixed = jmp.autocast(fun, policy, platform=target.platform, **options)

@@ -147,7 +147,7 @@ GPU = HardwareTarget(
         Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
-        Pass("bfloat16 is stored", "", store_bfloat16),
+        Pass("bfloat16 is stored", "its slopes", store_bfloat16),
         Pass("kernels are rounded before they are reversed", "", reverse_rounded_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
         Pass("padded softmax", "sums over rows, in another order", pad_softmaxes),
