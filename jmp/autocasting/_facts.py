@@ -180,8 +180,13 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
 
 def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
-    """Returns the values that reach a maximum, such as that of a softmax."""
-    return reaching(graph, outputs, _takes_maximum, lambda node: node.multiplies)
+    """Returns the values that reach a maximum, such as that of a softmax.
+
+    What is added up to one number is no array of scores any more.
+    """
+    is_total = lambda node: node.name == "reduce_sum" and node.outputs[0].size == 1
+    ends_here = lambda node: node.multiplies or is_total(node)
+    return reaching(graph, outputs, _takes_maximum, ends_here)
 
 
 def _takes_maximum(node: Node) -> bool:

@@ -55,6 +55,16 @@ def test_a_product_with_booleans_is_half_like_one_with_a_cast_mask(fun, half):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_what_is_added_up_to_a_loss_is_no_mask():
+    def loss(x, w):
+        for _ in range(2):
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    program = jax.make_jaxpr(jmp.autocast(loss, "mixed_float16"))(jnp.ones((1024, 16)), W)
+    assert "65504" not in str(program)
+
+
 def test_a_product_with_booleans_of_which_the_user_asked_for_all_digits_stays_float32():
     def loss(x, w, mask):
         return jnp.einsum("bsm,bsec->ebcm", jnp.tanh(x @ w), mask, precision="highest").sum()
