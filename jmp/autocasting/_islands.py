@@ -261,12 +261,12 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
 
 
 def _least(level: Level) -> int:
-    """Returns how large a half result is at least; only "auto" depends on sizes."""
+    """Returns from which size on a half operation saves something; only "auto" asks for sizes."""
     return SMALL if level.recompute == "auto" else 0
 
 
 def factors_in_half(
-    nodes: Iterable[Node], why: Mapping[Node, str], single: Set[Node], level: Level
+    nodes: Sequence[Node], why: Mapping[Node, str], single: Set[Node], level: Level
 ) -> set[Node]:
     """Returns the bounded functions of derivatives whose slopes are no more than factors.
 
@@ -279,13 +279,14 @@ def factors_in_half(
       why: reasons of those that require float32.
       single: half operations of their component.
     """
+    if max(v.size for node in nodes for v in node.outputs) < _least(level):
+        return set()
     return {
         node
         for node in nodes
         if node.rule.bounded
         and node not in why
         and _jax_compat.is_differentiated(node.stack)
-        and node.outputs[0].size >= _least(level)
         and _is_factor(node.outputs[0], single, level)
     }
 
@@ -305,7 +306,7 @@ def _is_factor(result: Value, single: Set[Node], level: Level) -> bool:
         rule, power = user.rule, user.params.get("y", 1)
         is_sum = (rule.affine and user.name != "div") or user.name in ("neg", "reduce_sum")
         is_power = user.name in ("square", "integer_pow", "one_minus_square") and power > 0
-        return user.is_fusible and (is_sum or is_power or rule.moves)
+        return user.is_fusible and (is_sum or is_power or rule.holds_operands)
 
     def scales(user: Node) -> bool:
         is_number = any(value.constant is not None for value in user.inputs)
