@@ -184,8 +184,10 @@ def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 
     What is added up to one number is no array of scores any more.
     """
-    is_total = lambda node: node.name == "reduce_sum" and node.outputs[0].size == 1
-    ends_here = lambda node: node.multiplies or is_total(node)
+
+    def ends_here(node: Node) -> bool:
+        return node.multiplies or (node.name == "reduce_sum" and node.outputs[0].size == 1)
+
     return reaching(graph, outputs, _takes_maximum, ends_here)
 
 
