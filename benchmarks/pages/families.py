@@ -23,10 +23,7 @@ NOTHING = "–"  # not counted
 BYTES, TEMP, KERNELS = "bytes_moved", "temp_bytes", "kernels"
 MAIN = ("h200", "float16")
 LOOKUPS = "the derivative of a lookup adds up repeated rows in float32, by hand in half"
-CAUSES = {  # of those over a bound
-    **dict.fromkeys(("dlrm", "message-passing", "crossed"), LOOKUPS),
-    "physics": "one minus the square of a tanh has no digits in half: the tanh is kept in float32",
-}
+CAUSES = dict.fromkeys(("dlrm", "message-passing", "crossed"), LOOKUPS)  # of those over a bound
 
 
 def ratio(found: Any, family: Family, job: Job, key: str) -> float | None:
