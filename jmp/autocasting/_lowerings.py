@@ -218,7 +218,10 @@ def without_symbols(tangent: Any) -> Any:
 
 
 def bilinear(
-    name: str, run: Callable[..., Any], transposes: Sequence[Callable[..., Any]], batched: Any
+    name: str,
+    run: Callable[..., Any],
+    transposes: Sequence[Callable[..., Any] | None],
+    batched: Any,
 ) -> Primitive:
     """Returns a primitive for a function of two operands, for the sake of its transposes.
 
@@ -226,7 +229,7 @@ def bilinear(
 
     Args:
       run: computes the result from the operands and `**params`.
-      transposes: return the gradient of the left and of the right operand.
+      transposes: return the gradient of the left and of the right operand; None for an integer one.
       batched: the rule for `jax.vmap`.
     """
 
@@ -299,19 +302,23 @@ def _batched_product(
     return run_with_product(partial(weight_product_p.bind, weight=weight), closed, operands), 0
 
 
-def run_with_product(product: Callable[..., Any], closed: Any, operands: Sequence[Any]) -> Any:
-    """Runs the jaxpr of one product, and of what moves its operands, with another product."""
+def run_with(
+    primitive: Primitive, other: Callable[..., Any], closed: Any, operands: Sequence[Any]
+) -> Any:
+    """Runs the jaxpr of one equation, and of what moves its operands, with another function."""
     jaxpr, constants = _jax_compat.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
     for equation in jaxpr.eqns:
         read = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
-        if equation.primitive is lax.dot_general_p:
-            results = [product(*read, **equation.params)]
+        if equation.primitive is primitive:
+            results = [other(*read, **equation.params)]
         else:
             results = _jax_compat.bind(equation.primitive, read, equation.params)
         values.update(zip(equation.outvars, results, strict=True))
     return values[jaxpr.outvars[0]]
 
+
+run_with_product = partial(run_with, lax.dot_general_p)
 
 weight_product_p = bilinear(
     "weight_product", _product, (partial(_transpose, 0), partial(_transpose, 1)), _batched_product

@@ -1,5 +1,7 @@
 """Rows that are looked up a few times have half gradients; others add up in float32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp
 from jmp.autocasting.attention._constants import constant_of
+from testbed.passes import without_pass
 from tests.autocasting.plans import plan_of
 
 X, W = jnp.ones((32, 16)), jnp.ones((16, 16))
@@ -91,3 +94,38 @@ def test_constants_are_what_the_program_computes(name):
     numbers = constant_of(total.producer.inputs[0])
     expected = np.asarray(CONSTANTS[name](), numbers.dtype)
     np.testing.assert_array_equal(np.broadcast_to(numbers, expected.shape), expected)
+
+
+# Zeros of their own, which change no number.
+
+TAKEN = jnp.array([3, 1, 1, 40, -2, 0, 1, 5])  # one beyond the end
+
+
+def messages(x, w, mode):
+    rows = (x @ w).at[TAKEN].get(mode=mode) * jnp.arange(8.0)[:, None]
+    sums = jax.ops.segment_sum(rows, TAKEN % 5, 32)
+    return jnp.mean((jax.nn.elu(sums) @ w) ** 2)
+
+
+TRANSFORMED = {
+    "gradient": lambda f: jax.grad(f, argnums=(0, 1))(X, W),
+    "by examples": lambda f: jax.vmap(jax.grad(f), (0, None))(jnp.stack([X, 2 * X]), W),
+    "of a sum of examples": lambda f: jax.grad(
+        lambda w: jax.vmap(f, (0, None))(jnp.stack([X, 2 * X]), w).sum()
+    )(W),
+    "forwards": lambda f: jax.jvp(f, (X, W), (W[:1] + X, X[:16])),
+    "second derivative": lambda f: jax.jvp(jax.grad(f), (X, W), (X, W)),
+    "differentiated inside": lambda f: jax.hessian(lambda a: f(a * X, W))(2.0),
+}
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_zeros_of_their_own_change_no_number(name, mode, monkeypatch):
+    monkeypatch.setattr("jmp.autocasting.targets._zeros.LARGE", 1)
+    loss = partial(messages, mode=mode)
+    run = lambda: jax.jit(lambda: TRANSFORMED[name](jmp.autocast(loss, "mixed_float16")))
+    with without_pass("zeros of their own"):
+        expected = run()()
+    assert "optimization_barrier" in str(jax.make_jaxpr(run())())
+    jax.tree.map(np.testing.assert_array_equal, run()(), expected)

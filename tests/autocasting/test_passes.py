@@ -23,7 +23,7 @@ CORE = pathlib.Path(jmp.autocasting.__file__).parent
 ADDED = ("attention", "float8", "targets")
 PASSES = [(target, one) for target in targets() for one in target.passes]
 NAMES = [f"{target.platform}: {one.name}" for target, one in PASSES]
-SMALL = {"_islands.SMALL": 256, "targets._cross_entropy.LARGE": 1}
+SMALL = {"_islands.SMALL": 256, "targets._cross_entropy.LARGE": 1, "targets._zeros.LARGE": 1}
 
 
 def normal(key, *shape):
@@ -116,6 +116,11 @@ def curved(w, x):
     return jnp.mean(jax.grad(energy)(x) ** 2)
 
 
+def messages(w, x):
+    rows = (x @ w)[LABELS] * 0.5
+    return jnp.mean((jax.ops.segment_sum(rows, LABELS, 32) @ V) ** 2)
+
+
 def spectral(w, x):
     y = jax.nn.gelu(x @ w)
     return jnp.mean((jax.nn.gelu(y @ V + jnp.fft.irfft(jnp.fft.rfft(y.T)).T) @ U) ** 2)
@@ -148,6 +153,7 @@ PROGRAMS = {
     "fused attention": (heads, {"attention": "fused"}),
     "softmax of half scores": (long_attention, {}),
     "biases add up by products": (biased, {}),
+    "zeros of their own": (messages, {}),
     "bfloat16 is stored": (curved, {}),
     "kernels are rounded before they are reversed": (differentiated, {}),
     "kernels of convolutions that spread": (spreading, {}),

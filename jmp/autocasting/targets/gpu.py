@@ -21,6 +21,7 @@ from jmp.autocasting.targets._cross_entropy import pick_as_sum, sums_in_one_pass
 from jmp.autocasting.targets._everywhere import FIRST, LAST
 from jmp.autocasting.targets._slopes import SLOPES
 from jmp.autocasting.targets._softmax import pad_softmaxes, softmax_from_half_result
+from jmp.autocasting.targets._zeros import scatter_into_own_zeros
 from jmp.dtypes import FLOAT32
 
 
@@ -147,6 +148,7 @@ GPU = HardwareTarget(
         Pass("rows in one pass", "sums of exponentials", sums_in_one_pass),
         Pass("prevent_cse", "", keep_apart),
         Pass("biases are added in loops", "", add_biases_in_loops),
+        Pass("zeros of their own", "", scatter_into_own_zeros),
         Pass("bfloat16 is stored", "its slopes", store_bfloat16),
         Pass("kernels are rounded before they are reversed", "", reverse_rounded_kernels),
         Pass("fused attention", "attentions and their gradients", partial(fuse_attentions, CUDNN)),
