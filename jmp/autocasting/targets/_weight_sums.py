@@ -9,9 +9,14 @@ With y_t = x_t W in turn t, the gradient of W is the sum over t of x_t^T times t
 In the tangent of the loop, dy_t = dx_t W + dz_t, where dz_t = x_t dW is computed for all turns
 before the loop, from the stacked x_t. Its transpose is the one product behind the turns. The z_t,
 *probes*, are zeros: only their tangents are used, so that they never change a result.
+
+Where results of two products are added up, or parts of them, as in the gates of an LSTM, the
+cotangent is that of the sum: both have one addend, and it is stacked once.
 """
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +34,16 @@ from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, jvp, weight_product_p
 from jmp.autocasting._numbers import has_symbols
-from jmp.autocasting._steps import Environment, Function, Nested, Plan, Single, nodes_of, on
+from jmp.autocasting._steps import (
+    Environment,
+    Function,
+    Lowering,
+    Nested,
+    Plan,
+    Single,
+    Step,
+    on,
+)
 from jmp.dtypes import FLOAT32
 
 # How many numbers the products of a turn may have for each number of their weights. With 2, a GRU
@@ -41,12 +55,19 @@ MOST_RESULTS = 1
 MOST_TURNS = 256
 
 
-def multiply_with_addend(
-    addend: Value, step: Single, operands: Sequence[Any], environment: Environment
+def run_with_addends(
+    addends: Sequence[Value | None],
+    lowering: Lowering | None,
+    step: Single,
+    operands: Sequence[Any],
+    environment: Environment,
 ) -> list[Any]:
-    """Returns a half product whose tangent has an addend, a value of the body."""
-    (result,) = as_it_is(step)(operands)
-    return [_with_tangent_of(result, environment[addend])]
+    """Returns the results of a half step, whose tangents have addends: values of the body."""
+    run = lowering or (lambda step, operands, _: as_it_is(step)(operands))
+    return [
+        result if addend is None else _with_tangent_of(result, environment[addend])
+        for result, addend in zip(run(step, operands, environment), addends, strict=True)
+    ]
 
 
 @jax.custom_jvp
@@ -58,15 +79,22 @@ def _with_tangent_of(result: Any, addend: Any) -> Any:
 _with_tangent_of.defjvp(lambda primals, tangents: (_with_tangent_of(*primals), lax.add(*tangents)))
 
 
+class Part(NamedTuple):
+    """Columns of a product's result, and the value that has their cotangent: a sum perhaps."""
+
+    columns: slice
+    end: Value
+
+
 class Probe(NamedTuple):
-    """An addend to the tangent of a product by a weight in a loop."""
+    """A product by a weight in a loop, to whose tangent there are addends."""
 
     position: int  # of the weight, among the constants of the loop
     weight: Value
-    step: Single  # the product, with the addend
-    addend: Value
+    step: Single  # the product
     other: Value  # the other operand
     array: int | None  # the operand of the loop that the other one is a row of; None for no row
+    parts: Sequence[Part]
 
 
 @on(Nested)
@@ -100,24 +128,34 @@ def _probed(loop: Nested) -> Nested:
         if weight.is_float32 and read.dtype is None:  # a weight comes in as it is
             probes += _probes_of(weight, position, plan, moving, rows)
     turns = _turns_together(scan.length)
+    probes = _with_own_parts(probes)
+    addends = {part.end: Value(part.end.aval) for probe in probes for part in probe.parts}
     of_weights = sum({probe.position: probe.weight.size for probe in probes}.values())
-    is_large = sum(p.addend.size for p in probes) > MOST_RESULTS * of_weights
+    is_large = sum(addend.size for addend in addends.values()) > MOST_RESULTS * of_weights
     if not probes or turns is None or is_large:
         return loop
     stacked = _stacked_values(probes)
     graph = dataclasses.replace(
         plan.graph,
-        inputs=[*plan.graph.inputs, *(probe.addend for probe in probes)],
+        inputs=[*plan.graph.inputs, *addends.values()],
         outputs=[*plan.graph.outputs, *stacked],
     )
-    lowered = {probe.step.node: probe.step for probe in probes}
     body = plan._replace(
         graph=graph,
-        reads=(*plan.reads, *(None for _ in probes)),
-        steps=tuple(lowered.get(nodes_of(step)[0], step) for step in plan.steps),
+        reads=(*plan.reads, *(None for _ in addends)),
+        steps=tuple(_with_addends(step, addends) for step in plan.steps),
         infos=(*plan.infos, *(Info(None, False) for _ in stacked)),
     )
     return loop._replace(insides=(body,), lowering=partial(run_in_parts, probes, turns))
+
+
+def _with_addends(step: Step, addends: Mapping[Value, Value]) -> Step:
+    """Returns a step; the tangents of its results have these addends."""
+    if not isinstance(step, Single) or addends.keys().isdisjoint(step.node.outputs):
+        return step
+    own = [addends.get(value) for value in step.node.outputs]
+    # It reads more than its operands: it has no function that steps alike could share.
+    return step._replace(lowering=partial(run_with_addends, own, step.lowering), shared=None)
 
 
 def _probes_of(
@@ -140,11 +178,48 @@ def _probes_of(
         other = step.node.inputs[1 - step.node.inputs.index(weight)]
         if other not in moving:
             return []
-        addend = Value(step.node.outputs[0].aval)
-        # It reads more than its operands: it has no function that steps alike could share.
-        probe = step._replace(lowering=partial(multiply_with_addend, addend), shared=None)
-        found.append(Probe(position, weight, probe, addend, other, rows.get(other)))
+        array, parts = rows.get(other), _parts_of(step, weight, plan)
+        found.append(Probe(position, weight, step, other, array, parts))
     return found
+
+
+def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
+    """Returns the parts of a product's result, each as far as its cotangent stays what it is."""
+    (result,), left = product.node.outputs, product.node.inputs[0]
+    halves = {step.node: step for step in plan.steps if isinstance(step, Single) and step.is_half}
+
+    def sum_of(value: Value) -> Value:
+        """Returns the last of the sums that a value alone enters."""
+        while len(value.users) == 1 and value not in plan.graph.outputs:
+            (user,) = value.users
+            is_sum = user.name in ("add", "add_any") and value.size == user.outputs[0].size
+            if user not in halves or not is_sum:
+                break
+            (value,) = user.outputs
+        return value
+
+    whole = [Part(slice(None), sum_of(result))]
+    axis = len(result.aval.shape) - 1
+    is_matrix = product.node.params["dimension_numbers"] == (((axis,), (0,)), ((), ()))
+    if left is weight or not is_matrix or len(result.users) != 1 or result in plan.graph.outputs:
+        return whole
+    (user,) = result.users
+    if user not in halves or user.name != "split" or user.params["axis"] != axis:
+        return whole
+    ends = list(itertools.accumulate(value.aval.shape[axis] for value in user.outputs))
+    columns = (slice(first, last) for first, last in zip([0, *ends], ends, strict=False))
+    return [Part(own, sum_of(value)) for own, value in zip(columns, user.outputs, strict=True)]
+
+
+def _with_own_parts(probes: Sequence[Probe]) -> list[Probe]:
+    """Returns probes; one that shares no cotangent with another has that of its whole result."""
+    counts = collections.Counter(part.end for probe in probes for part in probe.parts)
+    return [
+        probe
+        if any(counts[part.end] > 1 for part in probe.parts)
+        else probe._replace(parts=[Part(slice(None), probe.step.node.outputs[0])])
+        for probe in probes
+    ]
 
 
 def _stacked_values(probes: Sequence[Probe]) -> list[Value]:
@@ -214,9 +289,10 @@ def _turns_with_probes(
     half = probes[0].step.stores[0]
     weights = {probe.position for probe in probes}
     others = _stacked_values(probes)
+    ends = dict.fromkeys(part.end for probe in probes for part in probe.parts)
 
     def zeros() -> list[Any]:
-        return [jnp.zeros((turns, *probe.addend.aval.shape), half) for probe in probes]
+        return [jnp.zeros((turns, *end.aval.shape), half) for end in ends]
 
     def without_addends(*operands: Any) -> list[Any]:
         return run([*operands, *zeros()])[:count]
@@ -234,13 +310,15 @@ def _turns_with_probes(
         addends = zeros()
         results, tangents_of = jax.linearize(of_moving, [primals[i] for i in moving], addends)
         stacked = dict(zip(others, results[count:], strict=True))
-        changes = []
-        for probe, zero in zip(probes, addends, strict=True):
+        changes = dict(zip(ends, addends, strict=True))
+        for probe in probes:
             rows = stacked[probe.other] if probe.array is None else primals[probe.array]
-            weight = tangents[probe.position]
-            is_moving = not is_zero[probe.position]
-            changes.append(_stacked_product(probe, cast(rows, half), weight) if is_moving else zero)
-        return results[:count], tangents_of([tangents[i] for i in moving], changes)[:count]
+            for part in () if is_zero[probe.position] else probe.parts:
+                change = tangents[probe.position]
+                change = change if part.columns == slice(None) else change[:, part.columns]
+                changes[part.end] += _stacked_product(probe, cast(rows, half), change)
+        moved = tangents_of([tangents[i] for i in moving], list(changes.values()))
+        return results[:count], moved[:count]
 
     differentiable = jax.custom_jvp(without_addends)
     differentiable.defjvp(rule, symbolic_zeros=True)
