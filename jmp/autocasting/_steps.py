@@ -42,7 +42,7 @@ class Read(NamedTuple):
     dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
     saturates: bool = False  # finite numbers are held within float16's range
-    # Repeats the array to the shape in half; None: `_lowerings.repeated`, then a cast.
+    # Given the array, the shape and the dtype, reads it; None: `_lowerings.repeated`, then a cast.
     repeat: Callable[[Any, Any, Any], Any] | None = None
 
 

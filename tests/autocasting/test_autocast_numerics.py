@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp
 from jmp.autocasting.targets._slopes import log_of_sum
+from jmp.autocasting.targets.gpu import widen_bits
 from tests.commands import in_full
 from tests.errors import relative_error
 from tests.products import eye, half, ones
@@ -355,6 +356,14 @@ def test_what_is_left_of_one_where_it_is_no_slope(policy, monkeypatch):
 def _assert_close(function, policy):
     found, expected = (f(row_of(3, 4)) for f in (jmp.autocast(function, policy), function))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-2), found, expected)
+
+
+def test_all_bfloat16_numbers_are_widened_by_their_bits():
+    numbers = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)
+    widen = lambda x: widen_bits(x, None, None)
+    np.testing.assert_array_equal(jax.jit(widen)(numbers), numbers.astype(np.float32))
+    slopes = jax.vmap(jax.grad(lambda x: widen(x) * 3))(numbers)
+    np.testing.assert_array_equal(slopes, jnp.full(2**16, 3, jnp.bfloat16))
 
 
 def test_what_an_island_moves_for_others_than_fourier_transforms_is_not_rounded():

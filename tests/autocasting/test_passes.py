@@ -154,7 +154,7 @@ PROGRAMS = {
     "softmax of half scores": (long_attention, {}),
     "biases add up by products": (biased, {}),
     "zeros of their own": (messages, {}),
-    "bfloat16 is stored": (curved, {}),
+    "bfloat16 is read by its bits": (curved, {}),
     "kernels are rounded before they are reversed": (differentiated, {}),
     "kernels of convolutions that spread": (spreading, {}),
 }

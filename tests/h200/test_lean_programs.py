@@ -26,9 +26,9 @@ BYTES, TEMP = 1.02, 1.05
 OTHER_BYTES = {
     "gradient of softplus in the loss": 0.96,
     "spectral": 1.05,
-    "recurrent": 0.72,
+    "recurrent": 0.76,
 }
-OTHER_TEMP = {"recurrent": 1.17}
+OTHER_TEMP: dict[str, float] = {}
 if jax.__version_info__ >= (0, 12):  # the newest compiler moves fewer bytes by hand
     OTHER_BYTES |= {"a stream from an input": 1.08}
     OTHER_BYTES["Heun's method"] = 1.05  # in bfloat16 it stores the first slope in float32 too
@@ -64,5 +64,7 @@ def test_as_lean_where_autocast_differentiates(name, machine, half):
     step = program.step(program.loss(jnp.float32))
     lowered = jmp.autocast(step, f"mixed_{half}", platform="gpu")
     found = compile_for_gpu(machine, lowered, program.params, *program.batch)
-    assert found.bytes_moved <= BYTES * by_hand[0]
-    assert found.temp_bytes <= TEMP * by_hand[1]
+    # On a B200 XLA stores what it would compute again on an H200.
+    is_other = (name, machine) == ("jvp in the loss", "b200")
+    assert found.bytes_moved <= (1.06 if is_other else BYTES) * by_hand[0]
+    assert found.temp_bytes <= (1.24 if is_other else TEMP) * by_hand[1]
