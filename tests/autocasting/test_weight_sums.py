@@ -91,6 +91,19 @@ def joined_carry(params, h, x):
     return jnp.tanh(jnp.concatenate([h, x], -1) @ joined)
 
 
+def added_up(params, h, x):
+    return jnp.tanh(h @ params["w"] + x @ params["v"])
+
+
+def added_up_in_parts(params, h, x):
+    """A gate is a sum of parts of both products; what else it reads is a part of one."""
+    of_gate, of_h = jnp.split(h @ params["w"], 2, -1)
+    also_of_gate, of_x = jnp.split(x @ params["v"], 2, -1)
+    gate = jax.nn.sigmoid(of_gate + also_of_gate)
+    y = jnp.tanh(of_x + gate * of_h)
+    return jnp.concatenate([y, gate * y], -1)
+
+
 def repeated(params, h, x):
     """Before the loop it would be stored."""
     return jnp.tanh(h @ params["w"] + jnp.broadcast_to(params["b"][0], h.shape) + x)
@@ -115,6 +128,8 @@ FORMS = {
     "sliced": (scanned(sliced), inputs(12), 0),
     "stacked": (scanned(stacked), inputs(12), 0),
     "joined with a carry": (scanned(joined_carry), inputs(12), 1),
+    "added up": (scanned(added_up), inputs(12), 2),
+    "added up in parts": (scanned(added_up_in_parts), inputs(12), 4),
 }  # fmt: skip
 
 
