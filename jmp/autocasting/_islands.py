@@ -221,6 +221,8 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
       level: what is decided of values from outside.
     """
     inside, found = set(nodes), set[Node]()
+    taken_away = {node.inputs[1] for node in nodes if node.name == "sub"}
+    added = {value for node in nodes if node.name == "add" for value in node.inputs}
 
     def may_be_half(value: Value, result: Value) -> bool:
         """Returns whether an operand loses nothing that matters if it is rounded once more."""
@@ -238,6 +240,14 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         earlier = (u for v in node.inputs for u in v.users if depths.get(u, 0) < depths[node])
         return node.rule.linear and any(user in depths for user in earlier)
 
+    def restores(node: Node) -> bool:
+        """Returns whether a node takes a value away that another adds, or adds it again.
+
+        Together they are what is left, rounded once, as the y of x + stop_gradient(y - x).
+        """
+        is_sub = node.name == "sub"
+        return not (added if is_sub else taken_away).isdisjoint(node.inputs[is_sub:])
+
     def crosses(result: Value) -> bool:
         """Returns whether the component reads a result, and more than products behind a barrier."""
         others = [user for user in result.users if user not in inside]
@@ -253,7 +263,7 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         (result,) = node.outputs
         if result.size < _least(level) or not level.leaves_half(result, inside):
             continue  # nothing is saved
-        if not is_stream(node) and not crosses(result):
+        if restores(node) or not (is_stream(node) or crosses(result)):
             continue  # one fusion computes it and reads it
         if all(may_be_half(value, result) for value in node.inputs):
             found.add(node)
@@ -285,6 +295,7 @@ def factors_in_half(
         node
         for node in nodes
         if node.rule.bounded
+        and not node.rule.wraps  # the slope of a cosine is a sine, and an angle has digits
         and node not in why
         and _jax_compat.is_differentiated(node.stack)
         and _is_factor(node.outputs[0], single, level)
@@ -299,12 +310,14 @@ def _is_factor(result: Value, single: Set[Node], level: Level) -> bool:
     """
 
     def ends(user: Node) -> bool:
-        is_over_batch = user.name == "reduce_sum" and not user.reduces_rows  # as of a bias
-        return user.is_product or user in single or is_over_batch
+        # The gradient of a bias. Another sum may be a loss, or a logarithm may read it.
+        is_gradient = user.name == "reduce_sum" and _jax_compat.is_backward(user.stack)
+        return user.is_product or user in single or (is_gradient and not user.reduces_rows)
 
     def goes_on(user: Node) -> bool:
         rule, power = user.rule, user.params.get("y", 1)
-        is_sum = (rule.affine and user.name != "div") or user.name in ("neg", "reduce_sum")
+        divides = user.name == "div" and user.inputs[1].constant is None
+        is_sum = (rule.affine and not divides) or user.name in ("neg", "reduce_sum")
         is_power = user.name in ("square", "integer_pow", "one_minus_square") and power > 0
         return user.is_fusible and (is_sum or is_power or rule.holds_operands)
 

@@ -244,6 +244,20 @@ def test_what_is_left_of_a_bounded_function_of_a_biased_product(take_away, polic
 
 
 @HALVES
+def test_a_straight_through_value_is_rounded_once(policy, monkeypatch):
+    monkeypatch.setattr("jmp.autocasting._islands.SMALL", 1)
+
+    def straight_through(x, table):
+        x = half(x)
+        y = table[jnp.argmax(half(x), -1)]
+        return half(x + lax.stop_gradient(y - x)), y + jnp.mean((y - x) ** 2) * 0
+
+    x, table = (jax.random.normal(jax.random.key(n), (n, 16)) for n in (256, 16))
+    found, expected = jmp.autocast(straight_through, policy)(x, table)
+    assert relative_error(found, expected) < 0.3 * jnp.finfo(policy.removeprefix("mixed_")).eps
+
+
+@HALVES
 def test_the_next_number_is_that_of_float32(policy):
     spacing = lambda x: (jnp.spacing(half(x)) * 2.0**23) @ EYE
     got = jmp.autocast(spacing, policy)(row_of(1, 2, 3, 4))
@@ -325,6 +339,8 @@ LEFT_OF_ONE = {
     "a logarithm": lambda y: half(y).sum() + jnp.log(1 - y).sum(),
     "a quotient": lambda y: half(y).sum() + 1e-3 * half(y / (1 - y)).sum(),
     "a product": lambda y: half(y).sum() + 1e3 * half(half(1 - y) * y).sum(),
+    "a loss": lambda y: half(y).sum() + 1e3 * ((1 - y) * y).sum(),
+    "the logarithm of a sum": lambda y: half(y).sum() + jnp.log(((1 - y) * y).sum(0)).sum(),
     "the logarithm of a square": lambda y: half(y).sum() + jnp.log(1 - jnp.square(y)).sum(),
 }
 
@@ -349,7 +365,12 @@ def test_what_is_left_of_one_where_it_is_no_slope(policy, monkeypatch):
         y = jnp.tanh(half(x))
         return half(y).sum(), 1 - y
 
+    def turned(x):
+        y = jnp.cos(half(half(x)) + 1000)
+        return half(y).sum() + half((1 - y) * half(x)).sum()
+
     _assert_close(gated, policy)
+    _assert_close(jax.value_and_grad(turned), policy)
     _assert_close(jax.value_and_grad(returned, has_aux=True), policy)
 
 
