@@ -95,6 +95,11 @@ def added_up(params, h, x):
     return jnp.tanh(h @ params["w"] + x @ params["v"])
 
 
+def added_to_itself(params, h, x):
+    y, z = h @ params["w"], x @ params["v"]
+    return jnp.tanh((y + y) / 2 + (z + z) / 2)
+
+
 def added_up_in_parts(params, h, x):
     """A gate is a sum of parts of both products; what else it reads is a part of one."""
     of_gate, of_h = jnp.split(h @ params["w"], 2, -1)
@@ -129,6 +134,7 @@ FORMS = {
     "stacked": (scanned(stacked), inputs(12), 0),
     "joined with a carry": (scanned(joined_carry), inputs(12), 1),
     "added up": (scanned(added_up), inputs(12), 2),
+    "added to itself": (scanned(added_to_itself), inputs(12), 2),
     "added up in parts": (scanned(added_up_in_parts), inputs(12), 4),
 }  # fmt: skip
 

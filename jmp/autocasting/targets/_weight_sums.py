@@ -193,7 +193,7 @@ def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
         while len(value.users) == 1 and value not in plan.graph.outputs:
             (user,) = value.users
             is_sum = user.name in ("add", "add_any") and value.size == user.outputs[0].size
-            if user not in halves or not is_sum:
+            if user not in halves or not is_sum or user.inputs[0] is user.inputs[1]:
                 break
             (value,) = user.outputs
         return value
