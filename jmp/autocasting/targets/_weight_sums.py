@@ -186,7 +186,9 @@ def _probes_of(
 def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
     """Returns the parts of a product's result, each as far as its cotangent stays what it is."""
     (result,), left = product.node.outputs, product.node.inputs[0]
-    halves = {step.node: step for step in plan.steps if isinstance(step, Single) and step.is_half}
+    singles = (step for step in plan.steps if isinstance(step, Single) and step.is_half)
+    # What saturates has another derivative.
+    halves = {step.node for step in singles if not any(read.saturates for read in step.reads)}
 
     def sum_of(value: Value) -> Value:
         """Returns the last of the sums that a value alone enters."""
