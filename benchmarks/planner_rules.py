@@ -51,7 +51,7 @@ HALVES = {"float16": 2.0**12, "bfloat16": 1.0}  # and the loss scale
 FIGURES = ("bytes_moved", "temp_bytes", "kernels")
 FIGURES_OF_TPUS = ("cycles", "temp_bytes")
 # So that all rules are at work at small sizes.
-SMALL = {"_islands.SMALL": 256, "targets._cross_entropy.LARGE": 256}
+SMALL = {"_islands.SMALL": 256, "targets._cross_entropy.LARGE": 256, "targets._zeros.LARGE": 256}
 
 # Models and their sizes: on an H200, and on a CPU beside `Model.small`.
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
