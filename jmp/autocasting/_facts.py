@@ -182,7 +182,7 @@ def carried_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
 def compared_values(graph: Graph, outputs: Iterable[Value]) -> set[Value]:
     """Returns the values that reach a maximum, such as that of a softmax.
 
-    What is added up to one number is no array of scores any more.
+    One number that adds values up holds no scores any more.
     """
 
     def ends_here(node: Node) -> bool:

@@ -221,7 +221,8 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
       level: what is decided of values from outside.
     """
     inside, found = set(nodes), set[Node]()
-    taken_away = {node.inputs[1] for node in nodes if node.name == "sub"}
+    subs = (n for n in nodes if n.name == "sub" and n.inputs[0].constant is None)  # no slope
+    taken_away = {node.inputs[1] for node in subs}
     added = {value for node in nodes if node.name == "add" for value in node.inputs}
 
     def may_be_half(value: Value, result: Value) -> bool:

@@ -187,11 +187,11 @@ def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
     """Returns the parts of a product's result, each as far as its cotangent stays what it is."""
     (result,), left = product.node.outputs, product.node.inputs[0]
     singles = (step for step in plan.steps if isinstance(step, Single) and step.is_half)
-    # What saturates has another derivative.
+    # Saturated sums have another derivative.
     halves = {step.node for step in singles if not any(read.saturates for read in step.reads)}
 
     def sum_of(value: Value) -> Value:
-        """Returns the last of the sums that a value alone enters."""
+        """Returns the last of the sums that are the only reader of a value."""
         while len(value.users) == 1 and value not in plan.graph.outputs:
             (user,) = value.users
             is_sum = user.name in ("add", "add_any") and value.size == user.outputs[0].size
