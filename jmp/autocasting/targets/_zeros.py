@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.interpreters import ad
 
 from jmp import _jax_compat
 from jmp.autocasting._level import Level
@@ -47,20 +48,24 @@ def scatter_into_own_zeros(step: Single, level: Level) -> Single:
     if not node.inputs[0].is_float32 or any(map(_jax_compat.has_named_axes, node.inputs)):
         return step
     if node.name == "gather":
-        return step._replace(lowering=look_up)
+        return step._replace(lowering=partial(look_up, node.index))
     is_scatter = node.name.startswith("scatter") and node.inputs[0].constant == 0
-    return step._replace(lowering=scatter) if is_scatter else step
+    return step._replace(lowering=partial(scatter, node.index)) if is_scatter else step
 
 
-def scatter(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+# The number is an argument of the lowering, so that steps that are alike share no function: it
+# would have the number of the first.
+
+
+def scatter(number: int, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
     """Returns what a step scatters, into zeros of its own."""
-    zeros = own_zeros(operands[0], step.node.index)
+    zeros = own_zeros(operands[0], number)
     return as_it_is(step)([zeros, *operands[1:]])
 
 
-def look_up(step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
+def look_up(number: int, step: Single, operands: Sequence[Any], _: Environment) -> list[Any]:
     """Returns the rows that a step looks up."""
-    return [lookup_p.bind(*operands, number=step.node.index, **step.params)]
+    return [lookup_p.bind(*operands, number=number, **step.params)]
 
 
 def _rows(table: Any, indices: Any, number: int, **params: Any) -> Any:
@@ -83,4 +88,10 @@ def _batched_rows(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -
     return jax.vmap(partial(_rows, **params), axes)(*operands), 0
 
 
+def _changes(change: Any, _: Any, indices: Any, **params: Any) -> Any:
+    """Returns the tangent of the rows; what stands in for rows beyond the table does not change."""
+    return lookup_p.bind(change, indices, **{**params, "fill_value": 0})
+
+
 lookup_p = bilinear("lookup", _rows, (_gradient_of_table, None), _batched_rows)
+ad.defjvp(lookup_p, _changes, None)
