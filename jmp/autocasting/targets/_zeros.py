@@ -1,10 +1,10 @@
 """Zeros of their own for what is scattered: for gradients of lookups, and for sums by segments.
 
-A scatter adds to an array of zeros in place. XLA makes one array of all zeros of a shape. So where
-there is a scatter, each zero of that shape is read from memory, such as that which an elu compares
-with; and each further scatter copies the array, which is held from the first reader to the last. A
-layer of a graph network, differentiated, moves 8 % fewer bytes without that, and holds a quarter
-less memory.
+A scatter adds to an array of zeros in place. XLA makes zeros of one shape once for all that read
+them. So where there is a scatter, other zeros of its shape are read from memory too, such as those
+that an elu compares with; and each further scatter copies the array, which is held from the first
+reader to the last. With zeros of their own, a layer of a graph network, differentiated, moves 8 %
+fewer bytes and holds a quarter less memory.
 
 JAX makes the zeros of a lookup's gradient where it transposes the lookup. So a lookup is a
 primitive here, with a transpose of its own.
@@ -24,12 +24,12 @@ from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, bilinear, run_with
 from jmp.autocasting._steps import Environment, Single, on
 
-# Smaller arrays are not worth a kernel: these have a megabyte.
+# From so many elements on, a megabyte, zeros of their own are worth the kernel that writes them.
 LARGE = 1 << 18
 
 
 def own_zeros(like: Any, number: int) -> Any:
-    """Returns an array of zeros, which XLA does not take for that of another number.
+    """Returns an array of zeros, which XLA does not merge with that of another number.
 
     Args:
       like: the type of the array.
@@ -73,6 +73,8 @@ def _rows(table: Any, indices: Any, number: int, **params: Any) -> Any:
 
 
 def _gradient_of_table(cotangent: Any, table: Any, indices: Any, number: int, **params: Any) -> Any:
+    """Returns JAX's gradient, but for the zeros that it is added to."""
+
     def transposed(cotangent: Any, indices: Any) -> Any:
         rows = lambda table: _rows(table, indices, number, **params)
         return jax.linear_transpose(rows, table.aval)(cotangent)[0]
