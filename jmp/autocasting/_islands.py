@@ -221,9 +221,7 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
       level: what is decided of values from outside.
     """
     inside, found = set(nodes), set[Node]()
-    subs = (n for n in nodes if n.name == "sub" and n.inputs[0].constant is None)  # no slope
-    taken_away = {node.inputs[1] for node in subs}
-    added = {value for node in nodes if node.name == "add" for value in node.inputs}
+    restoring = {each for node in nodes for each in _restoring(node)}
 
     def may_be_half(value: Value, result: Value) -> bool:
         """Returns whether an operand loses nothing that matters if it is rounded once more."""
@@ -241,14 +239,6 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         earlier = (u for v in node.inputs for u in v.users if depths.get(u, 0) < depths[node])
         return node.rule.linear and any(user in depths for user in earlier)
 
-    def restores(node: Node) -> bool:
-        """Returns whether a node takes a value away that another adds, or adds it again.
-
-        Together they are what is left, rounded once, as the y of x + stop_gradient(y - x).
-        """
-        is_sub = node.name == "sub"
-        return not (added if is_sub else taken_away).isdisjoint(node.inputs[is_sub:])
-
     def crosses(result: Value) -> bool:
         """Returns whether the component reads a result, and more than products behind a barrier."""
         others = [user for user in result.users if user not in inside]
@@ -264,11 +254,28 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
         (result,) = node.outputs
         if result.size < _least(level) or not level.leaves_half(result, inside):
             continue  # nothing is saved
-        if restores(node) or not (is_stream(node) or crosses(result)):
+        if node in restoring or not (is_stream(node) or crosses(result)):
             continue  # one fusion computes it and reads it
         if all(may_be_half(value, result) for value in node.inputs):
             found.add(node)
     return found
+
+
+def _restoring(node: Node) -> list[Node]:
+    """Returns a sum that adds what a difference took away, and the difference; none for others.
+
+    Together they are what is left, rounded once, as the y of x + stop_gradient(y - x). A gate
+    between them, as in x + gate * (y - x), leaves another number.
+    """
+    pairs = zip(node.inputs, reversed(node.inputs), strict=True) if node.name == "add" else ()
+    found = [
+        made_by
+        for value, other in pairs
+        if (made_by := value.root.producer) is not None
+        and made_by.name == "sub"
+        and made_by.inputs[1].root is other.root
+    ]
+    return [node, *found] if found else []
 
 
 def _least(level: Level) -> int:

@@ -42,7 +42,7 @@ class Read(NamedTuple):
     dtype: np.dtype | None
     shape: tuple[Any, ...] | None = None
     saturates: bool = False  # finite numbers are held within float16's range
-    # Given the array, the shape and the dtype, reads it; None: `_lowerings.repeated`, then a cast.
+    # Reads an array, given it, the shape and the dtype; None: `_lowerings.repeated`, then a cast.
     repeat: Callable[[Any, Any, Any], Any] | None = None
 
 

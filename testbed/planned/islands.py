@@ -212,8 +212,12 @@ def gate_by_a_mean(x, w):
 
 @planned(X, W)
 def stream_that_begins_with_an_input(x, w):
-    """An input is rounded for the sum of a stream; the zeros of elu are made in its island."""
+    """An input is rounded for the sum of a stream; the zeros of elu are made in its island.
+
+    A gated sum restores nothing, and is half.
+    """
     x = x + jax.nn.elu(x @ w)
+    x = x + jax.nn.sigmoid(x @ w) * (_scaled(x @ w) - x)
     return (_scaled(x) @ w + x) @ w
 
 

@@ -1,5 +1,6 @@
 """Rows that are looked up a few times have half gradients; others add up in float32."""
 
+import re
 from functools import partial
 
 import jax
@@ -102,7 +103,8 @@ TAKEN = jnp.array([3, 1, 1, 40, -2, 0, 1, 5])  # one beyond the end
 
 
 def messages(x, w, mode):
-    rows = (x @ w).at[TAKEN].get(mode=mode) * jnp.arange(8.0)[:, None]
+    w = w / 16
+    rows = (x @ w).at[TAKEN].get(mode=mode, fill_value=3.0) @ w * jnp.arange(8.0)[:, None]
     sums = jax.ops.segment_sum(rows, TAKEN % 5, 32)
     return jnp.mean((jax.nn.elu(sums) @ w) ** 2)
 
@@ -129,3 +131,16 @@ def test_zeros_of_their_own_change_no_number(name, mode, monkeypatch):
         expected = run()()
     assert "optimization_barrier" in str(jax.make_jaxpr(run())())
     jax.tree.map(np.testing.assert_array_equal, run()(), expected)
+
+
+def test_lookups_that_are_alike_have_zeros_of_their_own(monkeypatch):
+    monkeypatch.setattr("jmp.autocasting.targets._zeros.LARGE", 1)
+
+    def layers(w):
+        x = X
+        for _ in range(4):
+            x = jnp.tanh(x @ w)[TAKEN * jnp.arange(8)] @ w
+        return jnp.mean(x**2)
+
+    program = str(jax.make_jaxpr(jax.grad(jmp.autocast(layers, "mixed_float16")))(W))
+    assert len(set(re.findall(r"optimization_barrier (\d+)", program))) == 4

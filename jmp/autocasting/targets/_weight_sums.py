@@ -10,8 +10,8 @@ In the tangent of the loop, dy_t = dx_t W + dz_t, where dz_t = x_t dW is compute
 before the loop, from the stacked x_t. Its transpose is the one product behind the turns. The z_t,
 *probes*, are zeros: only their tangents are used, so that they never change a result.
 
-Where results of two products are added up, or parts of them, as in the gates of an LSTM, the
-cotangent is that of the sum: both have one addend, and it is stacked once.
+Where results of two products are added up, or parts of them, as in the gates of an LSTM, both have
+the cotangent of the sum: they share one addend, whose cotangents are stacked once.
 """
 
 import collections
@@ -80,14 +80,14 @@ _with_tangent_of.defjvp(lambda primals, tangents: (_with_tangent_of(*primals), l
 
 
 class Part(NamedTuple):
-    """Columns of a product's result, and the value that has their cotangent: a sum perhaps."""
+    """Columns of a product's result, and the value whose cotangent is theirs: perhaps a sum."""
 
     columns: slice
     end: Value
 
 
 class Probe(NamedTuple):
-    """A product by a weight in a loop, to whose tangent there are addends."""
+    """A product by a weight in a loop, whose tangent has addends."""
 
     position: int  # of the weight, among the constants of the loop
     weight: Value
@@ -184,7 +184,7 @@ def _probes_of(
 
 
 def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
-    """Returns the parts of a product's result, each as far as its cotangent stays what it is."""
+    """Returns the parts of a product's result, each with the last sum that has its cotangent."""
     (result,), left = product.node.outputs, product.node.inputs[0]
     singles = (step for step in plan.steps if isinstance(step, Single) and step.is_half)
     # Saturated sums have another derivative.
@@ -214,7 +214,7 @@ def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
 
 
 def _with_own_parts(probes: Sequence[Probe]) -> list[Probe]:
-    """Returns probes; one that shares no cotangent with another has that of its whole result."""
+    """Returns probes; one that shares no cotangent is not split, nor does it follow sums."""
     counts = collections.Counter(part.end for probe in probes for part in probe.parts)
     return [
         probe

@@ -126,7 +126,7 @@ def read_bits(steps: Sequence[Step], level: Level) -> list[Step]:
 
 
 def widen_bits(array: Any, _: Any, dtype: Any) -> Any:
-    """Returns a bfloat16 array in float32, whose bits begin with its own."""
+    """Returns a bfloat16 array in float32: its bits, and 16 zeros behind them."""
 
     def compute(x: Any) -> list[Any]:
         bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
