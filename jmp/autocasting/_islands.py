@@ -249,12 +249,13 @@ def half_between(nodes: Sequence[Node], why: Mapping[Node, str], level: Level) -
             len(node.outputs) != 1
             or not node.rule.affine
             or why.get(node) not in (None, LARGE_INPUT)
+            or node in restoring
         ):
             continue  # it would lose digits
         (result,) = node.outputs
         if result.size < _least(level) or not level.leaves_half(result, inside):
             continue  # nothing is saved
-        if node in restoring or not (is_stream(node) or crosses(result)):
+        if not is_stream(node) and not crosses(result):
             continue  # one fusion computes it and reads it
         if all(may_be_half(value, result) for value in node.inputs):
             found.add(node)
@@ -324,17 +325,14 @@ def _is_factor(result: Value, single: Set[Node], level: Level) -> bool:
 
     def goes_on(user: Node) -> bool:
         rule, power = user.rule, user.params.get("y", 1)
-        divides = user.name == "div" and user.inputs[1].constant is None
-        is_sum = (rule.affine and not divides) or user.name in ("neg", "reduce_sum")
+        is_affine = rule.affine and (user.name != "div" or _scales(user))
+        is_sum = is_affine or user.name in ("neg", "reduce_sum")
         is_power = user.name in ("square", "integer_pow", "one_minus_square") and power > 0
         return user.is_fusible and (is_sum or is_power or rule.holds_operands)
 
-    def scales(user: Node) -> bool:
-        is_number = any(value.constant is not None for value in user.inputs)
-        return user.rule.moves or (user.name == "mul" and is_number)
-
     left = [user for v in result.moved() for user in v.users if _beside_one(user)]
-    scaled = [v for node in left for v in downstream(node.outputs[0], scales)]
+    is_same = lambda user: user.rule.moves or _scales(user)  # but for a number
+    scaled = [v for node in left for v in downstream(node.outputs[0], is_same)]
     if not left or not all(u.rule.affine or u.rule.moves for v in scaled for u in v.users):
         return False
     values = set(downstream(result, lambda user: goes_on(user) and not ends(user)))
@@ -485,6 +483,12 @@ def _keeps_numbers(node: Node) -> bool:
     return node.rule.rearranges or node.name in ("max", "min")
 
 
+def _scales(node: Node) -> bool:
+    """Returns whether a node multiplies or divides by a number."""
+    is_number = [value.constant is not None for value in node.inputs]
+    return any(is_number) and (node.name == "mul" or (node.name == "div" and is_number[1]))
+
+
 def _is_bounded(node: Node) -> bool:
     """Returns whether a result has enough digits in half: it is bounded, and only added up.
 
@@ -493,10 +497,8 @@ def _is_bounded(node: Node) -> bool:
     """
 
     def adds(user: Node) -> bool:
-        is_number = [value.constant is not None for value in user.inputs]
-        if any(is_number):
-            return user.name == "mul" or (user.name == "div" and is_number[1])
-        return user.name in ("add", "add_any")
+        is_sum = user.name in ("add", "add_any")
+        return _scales(user) or (is_sum and all(v.constant is None for v in user.inputs))
 
     sums = downstream(node.outputs[0], adds)
     is_added = all(user.is_product or adds(user) for value in sums for user in value.users)

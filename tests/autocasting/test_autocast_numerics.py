@@ -339,6 +339,7 @@ LEFT_OF_ONE = {
     "a logarithm": lambda y: half(y).sum() + jnp.log(1 - y).sum(),
     "a quotient": lambda y: half(y).sum() + 1e-3 * half(y / (1 - y)).sum(),
     "a product": lambda y: half(y).sum() + 1e3 * half(half(1 - y) * y).sum(),
+    "a product of its half": lambda y: half(y).sum() + 1e3 * half(half((1 - y) / 2) * y).sum(),
     "a loss": lambda y: half(y).sum() + 1e3 * ((1 - y) * y).sum(),
     "the logarithm of a sum": lambda y: half(y).sum() + jnp.log(((1 - y) * y).sum(0)).sum(),
     "the logarithm of a square": lambda y: half(y).sum() + jnp.log(1 - jnp.square(y)).sum(),
