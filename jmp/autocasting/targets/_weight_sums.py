@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 from jmp import _jax_compat
 from jmp._array_calls import replaced
 from jmp.autocasting._facts import Info
-from jmp.autocasting._graph import Value, reached
+from jmp.autocasting._graph import Node, Value, reached
 from jmp.autocasting._kinds import kind_of
 from jmp.autocasting._level import Level
 from jmp.autocasting._lowerings import as_it_is, cast, jvp, weight_product_p
@@ -94,7 +94,7 @@ class Probe(NamedTuple):
     step: Single  # the product
     other: Value  # the other operand
     array: int | None  # the operand of the loop that the other one is a row of; None for no row
-    parts: Sequence[Part]
+    parts: Sequence[Part] = ()
 
 
 @on(Nested)
@@ -128,7 +128,7 @@ def _probed(loop: Nested) -> Nested:
         if weight.is_float32 and read.dtype is None:  # a weight comes in as it is
             probes += _probes_of(weight, position, plan, moving, rows)
     turns = _turns_together(scan.length)
-    probes = _with_own_parts(probes)
+    probes = _with_parts(probes, plan)
     addends = {part.end: Value(part.end.aval) for probe in probes for part in probe.parts}
     of_weights = sum({probe.position: probe.weight.size for probe in probes}.values())
     is_large = sum(addend.size for addend in addends.values()) > MOST_RESULTS * of_weights
@@ -178,21 +178,40 @@ def _probes_of(
         other = step.node.inputs[1 - step.node.inputs.index(weight)]
         if other not in moving:
             return []
-        array, parts = rows.get(other), _parts_of(step, weight, plan)
-        found.append(Probe(position, weight, step, other, array, parts))
+        found.append(Probe(position, weight, step, other, rows.get(other)))
     return found
 
 
-def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
-    """Returns the parts of a product's result, each with the last sum that has its cotangent."""
-    (result,), left = product.node.outputs, product.node.inputs[0]
+def _with_parts(probes: Sequence[Probe], plan: Plan) -> list[Probe]:
+    """Returns probes; one that shares no cotangent is not split, nor does it follow sums."""
     singles = (step for step in plan.steps if isinstance(step, Single) and step.is_half)
     # Saturated sums have another derivative.
     halves = {step.node for step in singles if not any(read.saturates for read in step.reads)}
+    parts = [_parts_of(probe, halves, plan.graph.outputs) for probe in probes]
+    counts = collections.Counter(part.end for own in parts for part in own)
+    return [
+        probe._replace(
+            parts=own
+            if any(counts[part.end] > 1 for part in own)
+            else [Part(slice(None), probe.step.node.outputs[0])]
+        )
+        for probe, own in zip(probes, parts, strict=True)
+    ]
+
+
+def _parts_of(probe: Probe, halves: Set[Node], outputs: Sequence[Value]) -> list[Part]:
+    """Returns the parts of a product's result, each with the last sum that has its cotangent.
+
+    Args:
+      halves: the half operations of the body.
+      outputs: the results of the body.
+    """
+    product = probe.step.node
+    (result,), left = product.outputs, product.inputs[0]
 
     def sum_of(value: Value) -> Value:
         """Returns the last of the sums that are the only reader of a value."""
-        while len(value.users) == 1 and value not in plan.graph.outputs:
+        while len(value.users) == 1 and value not in outputs:
             (user,) = value.users
             is_sum = user.name in ("add", "add_any") and value.size == user.outputs[0].size
             if user not in halves or not is_sum or user.inputs[0] is user.inputs[1]:
@@ -202,8 +221,8 @@ def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
 
     whole = [Part(slice(None), sum_of(result))]
     axis = len(result.aval.shape) - 1
-    is_matrix = product.node.params["dimension_numbers"] == (((axis,), (0,)), ((), ()))
-    if left is weight or not is_matrix or len(result.users) != 1 or result in plan.graph.outputs:
+    is_matrix = product.params["dimension_numbers"] == (((axis,), (0,)), ((), ()))
+    if left is probe.weight or not is_matrix or len(result.users) != 1 or result in outputs:
         return whole
     (user,) = result.users
     if user not in halves or user.name != "split" or user.params["axis"] != axis:
@@ -211,17 +230,6 @@ def _parts_of(product: Single, weight: Value, plan: Plan) -> list[Part]:
     ends = list(itertools.accumulate(value.aval.shape[axis] for value in user.outputs))
     columns = (slice(first, last) for first, last in zip([0, *ends], ends, strict=False))
     return [Part(own, sum_of(value)) for own, value in zip(columns, user.outputs, strict=True)]
-
-
-def _with_own_parts(probes: Sequence[Probe]) -> list[Probe]:
-    """Returns probes; one that shares no cotangent is not split, nor does it follow sums."""
-    counts = collections.Counter(part.end for probe in probes for part in probe.parts)
-    return [
-        probe
-        if any(counts[part.end] > 1 for part in probe.parts)
-        else probe._replace(parts=[Part(slice(None), probe.step.node.outputs[0])])
-        for probe in probes
-    ]
 
 
 def _stacked_values(probes: Sequence[Probe]) -> list[Value]:
@@ -316,8 +324,7 @@ def _turns_with_probes(
         for probe in probes:
             rows = stacked[probe.other] if probe.array is None else primals[probe.array]
             for part in () if is_zero[probe.position] else probe.parts:
-                change = tangents[probe.position]
-                change = change if part.columns == slice(None) else change[:, part.columns]
+                change = tangents[probe.position][..., part.columns]
                 changes[part.end] += _stacked_product(probe, cast(rows, half), change)
         moved = tangents_of([tangents[i] for i in moving], list(changes.values()))
         return results[:count], moved[:count]

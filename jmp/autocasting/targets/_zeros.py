@@ -32,7 +32,7 @@ def own_zeros(like: Any, number: int) -> Any:
     """Returns an array of zeros, which XLA does not merge with that of another number.
 
     Args:
-      like: the type of the array.
+      like: what has their shape and dtype.
       number: below 2^31.
     """
     zero = lax.optimization_barrier(np.uint32(number)) >> 31
