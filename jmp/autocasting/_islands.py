@@ -325,13 +325,13 @@ def _is_factor(result: Value, single: Set[Node], level: Level) -> bool:
 
     def goes_on(user: Node) -> bool:
         rule, power = user.rule, user.params.get("y", 1)
-        is_affine = rule.affine and (user.name != "div" or _scales(user))
+        is_affine = rule.affine and (user.name != "div" or _is_scaling(user))
         is_sum = is_affine or user.name in ("neg", "reduce_sum")
         is_power = user.name in ("square", "integer_pow", "one_minus_square") and power > 0
         return user.is_fusible and (is_sum or is_power or rule.holds_operands)
 
     left = [user for v in result.moved() for user in v.users if _beside_one(user)]
-    is_same = lambda user: user.rule.moves or _scales(user)  # but for a number
+    is_same = lambda user: user.rule.moves or _is_scaling(user)  # but for a number
     scaled = [v for node in left for v in downstream(node.outputs[0], is_same)]
     if not left or not all(u.rule.affine or u.rule.moves for v in scaled for u in v.users):
         return False
@@ -483,7 +483,7 @@ def _keeps_numbers(node: Node) -> bool:
     return node.rule.rearranges or node.name in ("max", "min")
 
 
-def _scales(node: Node) -> bool:
+def _is_scaling(node: Node) -> bool:
     """Returns whether a node multiplies or divides by a number."""
     is_number = [value.constant is not None for value in node.inputs]
     return any(is_number) and (node.name == "mul" or (node.name == "div" and is_number[1]))
@@ -498,7 +498,7 @@ def _is_bounded(node: Node) -> bool:
 
     def adds(user: Node) -> bool:
         is_sum = user.name in ("add", "add_any")
-        return _scales(user) or (is_sum and all(v.constant is None for v in user.inputs))
+        return _is_scaling(user) or (is_sum and all(v.constant is None for v in user.inputs))
 
     sums = downstream(node.outputs[0], adds)
     is_added = all(user.is_product or adds(user) for value in sums for user in value.users)
